@@ -1,0 +1,1 @@
+"""The decoder: its table, its blocks, its attention, its loss."""
