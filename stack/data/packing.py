@@ -1,0 +1,520 @@
+"""Tokens out: sources of text become shards of ids on disk, and shards become one stream a split.
+
+A shard is the documents of one source, each ``<|endoftext|>`` then its tokens, and one closing ``<|endoftext|>``: n + 1
+inputs for a document of n tokens, and as many targets, the last of them the next ``<|endoftext|>``. Work goes in
+blocks, one training shard and its validation shard; what a killed process finished is kept, and the folder that
+comes of it is equal byte for byte to one made in one go, by any number of workers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stack import config
+from stack.config import UserError
+from stack.data import corpus
+from stack.data.encoding import Encode, encoder, id_dtype
+from stack.tokenizer import Tokenizer
+
+FORMAT = 1
+SPLITS = ("train", "validation")
+_MB = 1_000_000
+_SHOW_SECONDS = 3.0
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split of a packed folder as one stream: its shards' ids, one after another."""
+
+    name: str
+    lengths: np.ndarray  # int64 [num_documents]: inputs of each document, 1 + its tokens
+    starts: np.ndarray  # int64 [num_documents]: where its <|endoftext|> stands in the stream
+    num_bytes: int  # UTF-8 bytes of the text, a document packed twice counted twice
+    _shards: tuple[np.ndarray, ...]  # uint16 or uint32, mapped from the files
+    _offsets: np.ndarray  # int64: where each shard begins in the stream
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, a repeated one counted each time."""
+        return len(self.lengths)
+
+    @property
+    def num_targets(self) -> int:
+        """Targets of one epoch."""
+        return int(self.lengths.sum())
+
+    def ids(self, start: int, count: int) -> np.ndarray:
+        """The ids at ``start`` to ``start + count`` of the stream, uint16 or uint32 [count], all within one shard."""
+        shard = int(np.searchsorted(self._offsets, start, side="right")) - 1
+        begin = start - int(self._offsets[shard])
+        found = self._shards[shard][begin : begin + count]
+        assert len(found) == count, f"{self.name}: {count} ids from {start} on cross the end of a shard"
+        return found
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A finished packed folder, opened and checked."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    digest: str  # SHA-256 of the manifest, which holds the digest of every file
+
+    @property
+    def vocabulary_digest(self) -> str:
+        """The vocabulary that its ids mean."""
+        return self.manifest["vocabulary"]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table that its ids address."""
+        return self.manifest["num_rows"]
+
+    @cached_property
+    def _splits(self) -> dict[str, Split]:
+        return {name: self._open(name) for name in SPLITS}
+
+    def split(self, name: str) -> Split:
+        """``train`` or ``validation``."""
+        return self._splits[name]
+
+    def counts(self) -> np.ndarray:
+        """How often each id occurs in the training split, int64 [num_rows]."""
+        return np.load(self.folder / "counts.npy", allow_pickle=False)
+
+    def _open(self, name: str) -> Split:
+        shards, lengths, starts, offset = [], [], [], 0
+        offsets = []
+        for shard in (shard for shard in self.manifest["shards"] if shard["split"] == name):
+            ids = np.memmap(self.folder / f"{shard['name']}.bin", dtype=id_dtype(self.num_rows), mode="r")
+            edges = np.load(self.folder / f"{shard['name']}.starts.npy", allow_pickle=False)
+            shards.append(ids.view(np.ndarray))
+            lengths.append(np.diff(edges))
+            starts.append(edges[:-1] + offset)
+            offsets.append(offset)
+            offset += len(ids)
+        none = np.zeros(0, dtype=np.int64)
+        return Split(
+            name=name,
+            lengths=np.concatenate([none, *lengths]),
+            starts=np.concatenate([none, *starts]),
+            num_bytes=self.manifest["splits"][name]["bytes"],
+            _shards=tuple(shards),
+            _offsets=np.array(offsets, dtype=np.int64),
+        )
+
+
+def open_packed(folder: Path) -> Packed:
+    """Open a packed folder after holding every file's size against the manifest; UserError where one differs."""
+    path = folder / "manifest.json"
+    way_out = f"delete {folder} to have it packed again"
+    try:
+        text = path.read_bytes()
+        manifest = json.loads(text)
+    except FileNotFoundError:
+        raise UserError(f"{folder} is not a finished packed folder: {path.name} is missing") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); {way_out}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise UserError(f"{path}: format {found}, but this program reads format {FORMAT}; {way_out}")
+    dtype = id_dtype(manifest["num_rows"])
+    if manifest["dtype"] != dtype.name:
+        raise UserError(
+            f"{path}: ids as {manifest['dtype']}, but {manifest['num_rows']} rows need {dtype.name}; {way_out}"
+        )
+    for name, expected in manifest["files"].items():
+        file = folder / name
+        actual = file.stat().st_size if file.is_file() else None
+        if actual != expected["size"]:
+            have = "is missing" if actual is None else f"has {actual} bytes"
+            raise UserError(f"{file} {have}, {expected['size']} bytes are expected; {way_out}")
+    packed = Packed(folder, manifest, hashlib.sha256(text).hexdigest())
+    counts, expected = packed.counts(), manifest["splits"]["train"]["ids"]
+    if (len(counts), int(counts.sum())) != (packed.num_rows, expected):
+        raise UserError(
+            f"{folder / 'counts.npy'} counts {int(counts.sum())} ids of {len(counts)} rows, "
+            f"the manifest {expected} of {packed.num_rows}; {way_out}"
+        )
+    return packed
+
+
+# ---------------------------------------------------------------------------------------------------------- packing
+
+
+def pack(data: config.Data, tokenizer: Tokenizer, root: Path, show: Callable[[str], None]) -> Packed:
+    """Pack the sources of ``data`` into ``root/packed/NAME-<8 hex>``; reuse a finished folder, finish a begun one.
+
+    The hex digits are of all that decides the content, so equal inputs meet in one folder. A second process that
+    packs the same one waits for the first. UserError where a split has nothing to learn from.
+    """
+    inputs = {
+        "format": FORMAT,
+        "vocabulary": tokenizer.digest,
+        "sources": {name: corpus.fingerprint(source) for name, source in data.resolved_sources().items()},
+        **{key: getattr(data, key) for key in ("validation", "seed", "on_bad_row", "shard_mb")},
+    }
+    digest = hashlib.sha256(_json(inputs)).hexdigest()
+    folder = root / "packed" / f"{data.name}-{digest[:8]}"
+    if not folder.is_dir():
+        with _locked(folder.with_name(f".{folder.name}.lock"), show):
+            if not folder.is_dir():  # nobody finished it while this process waited
+                partial = folder.with_name(f"{folder.name}.partial")
+                if not (partial / "manifest.json").is_file():
+                    _fill(partial, data, tokenizer, {"inputs": inputs, "digest": digest}, show)
+                (partial / "progress.json").unlink(missing_ok=True)
+                partial.rename(folder)
+    packed = open_packed(folder)
+    show(f"packed data: {folder} ({_summary(packed.manifest['splits'])})")
+    return packed
+
+
+@contextmanager
+def _locked(path: Path, show: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock ``path``; the kernel lets go of it when the process dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            show(f"another process packs this already; waiting for it ({path})")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fill(
+    partial: Path, data: config.Data, tokenizer: Tokenizer, made_from: dict[str, Any], show: Callable[[str], None]
+) -> None:
+    """Pack every source into ``partial``, from where its ``progress.json`` stands on; the manifest comes last."""
+    progress = _resumed(partial, show)
+    # By name: the digest of the inputs knows no order of sources.
+    sources = {name: source for name, source in sorted(data.resolved_sources().items()) if source.weight > 0}
+    with encoder(tokenizer, data.workers) as encode:
+        for name, source in sources.items():
+            if progress["next_row"].get(name) != "end":
+                _pack_source(partial, progress, name, source, data, tokenizer, encode, show)
+    totals = {split: _total(progress["shards"], split=split) for split in SPLITS}
+    try:
+        _refuse_short_split(totals, progress["skipped"], data)
+    except UserError:
+        shutil.rmtree(partial)  # nothing that mends it would meet in this folder again
+        raise
+    show(f"counting the ids of {totals['train']['ids'] / 1e6:.1f}M tokens")
+    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    for shard in progress["shards"]:
+        if shard["split"] == "train":
+            _count(np.memmap(partial / f"{shard['name']}.bin", dtype=id_dtype(len(counts)), mode="r"), counts)
+    progress["files"]["counts.npy"] = _save_array(partial / "counts.npy", counts)
+    manifest = {
+        "format": FORMAT,
+        **made_from,
+        "vocabulary": tokenizer.digest,
+        "num_rows": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text,
+        "dtype": id_dtype(tokenizer.vocab_size).name,
+        "splits": totals,
+        "sources": {
+            name: {
+                **{split: _total(progress["shards"], split=split, source=name) for split in SPLITS},
+                "skipped": progress["skipped"][name],
+            }
+            for name in sources
+        },
+        "validation_digest": totals["validation"]["texts"],
+        "shards": progress["shards"],
+        "files": progress["files"],
+    }
+    _write_atomically(partial / "manifest.json", _json(manifest))
+
+
+def _resumed(partial: Path, show: Callable[[str], None]) -> dict[str, Any]:
+    """What a killed process finished in ``partial``; a fresh start where that is nothing, or not there any more."""
+    try:
+        progress = json.loads((partial / "progress.json").read_bytes())
+    except FileNotFoundError:
+        progress = None
+    if progress is not None:
+        sizes = {name: file["size"] for name, file in progress["files"].items()}
+        if all((partial / name).is_file() and (partial / name).stat().st_size == sizes[name] for name in sizes):
+            show(f"resuming {partial} after {len(progress['shards'])} finished shards")
+            return progress
+        show(f"files of {partial} are damaged; packing starts over")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return {"next_row": {}, "read_bytes": {}, "skipped": {}, "shards": [], "files": {}}
+
+
+def _pack_source(
+    partial: Path,
+    progress: dict[str, Any],
+    name: str,
+    source: config.Source,
+    data: config.Data,
+    tokenizer: Tokenizer,
+    encode: Encode,
+    show: Callable[[str], None],
+) -> None:
+    """Pack one source from its next row on, block by block."""
+    skipped = progress["skipped"].setdefault(name, {"empty": 0, "repeats": 0, "omissions": 0, "bad_rows": {}})
+    meter = _Meter(name, source, progress["read_bytes"].get(name, 0), show)
+    limit = data.shard_mb * _MB
+    items = _items(name, source, data, start=progress["next_row"].get(name, 0))
+    block = _Block(partial, progress["shards"], name, tokenizer)
+    for item, ids in encode(items):
+        for reason, count in item.refused.items():
+            skipped["bad_rows"][reason] = skipped["bad_rows"].get(reason, 0) + count
+        if item.row is None:
+            continue
+        skipped["empty"] += item.num_bytes == 0
+        skipped["repeats"] += max(0, item.copies - 1)
+        skipped["omissions"] += item.copies == 0 and item.num_bytes > 0
+        block.add(item, ids)
+        meter.add(item.num_bytes, len(ids) * item.copies)
+        if block.text_bytes >= limit or block.train_bytes >= limit:
+            progress["next_row"][name], progress["read_bytes"][name] = item.row + 1, meter.read
+            block.close(progress)
+            block = _Block(partial, progress["shards"], name, tokenizer)
+    progress["next_row"][name], progress["read_bytes"][name] = "end", meter.read
+    block.close(progress)
+    meter.line()
+
+
+@dataclass(frozen=True)
+class _Item:
+    """What is decided about one document, or (row None) only what was refused after the last one."""
+
+    refused: dict[str, int]  # rows refused since the item before, by reason
+    row: int | None = None
+    key: bytes = b""
+    num_bytes: int = 0  # of UTF-8
+    split: str = "train"
+    copies: int = 0  # times it is packed; 0: not at all
+
+
+def _items(name: str, source: config.Source, data: config.Data, start: int) -> Iterator[tuple[_Item, str | None]]:
+    """The documents of a source in order, from row ``start`` on, each with its text if it is packed."""
+    bad: Counter[str] = Counter()
+
+    def refused() -> dict[str, int]:
+        # Refusals travel with the document after them: the reader is ahead of the block that is being written.
+        taken = dict(+bad)
+        bad.clear()
+        return taken
+
+    for document in corpus.documents(name, source, on_bad_row=data.on_bad_row, start=start, bad=bad):
+        num_bytes = len(document.text.encode())
+        held_out = corpus.held_out(document.key, data.validation, data.seed)
+        copies = 1 if held_out else corpus.packs(document.key, source.weight, data.seed)
+        copies = copies if num_bytes else 0
+        split = "validation" if held_out else "train"
+        item = _Item(refused(), document.row, document.key, num_bytes, split, copies)
+        yield item, document.text if copies else None
+    yield _Item(refused()), None
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+class _Block:
+    """The training shard and the validation shard that are being written; a shard begins with its first document."""
+
+    def __init__(self, partial: Path, finished: list[dict[str, Any]], source: str, tokenizer: Tokenizer):
+        self.text_bytes = 0  # read, packed or not
+        self._partial, self._source = partial, source
+        self._separator = np.array([tokenizer.end_of_text], dtype=id_dtype(tokenizer.vocab_size))
+        self._number = Counter(shard["split"] for shard in finished)
+        self._shards: dict[str, _Shard] = {}
+
+    @property
+    def train_bytes(self) -> int:
+        """Size of the training shard so far."""
+        return self._shards["train"].size if "train" in self._shards else 0
+
+    def add(self, item: _Item, ids: np.ndarray) -> None:
+        """Append a document as often as it is packed."""
+        self.text_bytes += item.num_bytes
+        for _ in range(item.copies):
+            if item.split not in self._shards:
+                name = f"{item.split}-{self._number[item.split]:05d}"
+                self._shards[item.split] = _Shard(self._partial, name, self._separator)
+            self._shards[item.split].add(ids, item.num_bytes, item.key)
+
+    def close(self, progress: dict[str, Any]) -> None:
+        """Finish the shards and make them part of ``progress``, on disk: from here on they survive a kill."""
+        for split in SPLITS:
+            if split in self._shards:
+                record, files = self._shards[split].close()
+                progress["shards"].append({"split": split, "source": self._source, **record})
+                progress["files"].update(files)
+        _write_atomically(self._partial / "progress.json", _json(progress))
+
+
+class _Shard:
+    """One shard that is being written."""
+
+    def __init__(self, folder: Path, name: str, separator: np.ndarray):
+        self.size = 0  # bytes
+        self._folder, self._name, self._separator = folder, name, separator
+        self._file = (folder / f"{name}.bin").open("wb")
+        self._hash = hashlib.sha256()
+        self._starts = array("q")
+        self._text_bytes = self._texts = 0
+
+    def add(self, ids: np.ndarray, text_bytes: int, key: bytes) -> None:
+        """Append a document."""
+        self._starts.append(self.size // self._separator.itemsize)
+        self._write(self._separator)
+        self._write(ids)
+        self._text_bytes += text_bytes
+        self._texts = (self._texts + int.from_bytes(key)) % 2**256
+
+    def _write(self, ids: np.ndarray) -> None:
+        data = ids.tobytes()
+        self._file.write(data)
+        self._hash.update(data)
+        self.size += len(data)
+
+    def close(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The shard's entry in the manifest, and its files' entries."""
+        documents = len(self._starts)
+        self._starts.append(self.size // self._separator.itemsize)
+        self._write(self._separator)
+        _sync_and_close(self._file)
+        targets = self._starts[-1]
+        record = {
+            "name": self._name,
+            "documents": documents,
+            "tokens": targets - documents,
+            "targets": targets,
+            "ids": targets + 1,
+            "bytes": self._text_bytes,
+            "texts": f"{self._texts:064x}",
+        }
+        starts = f"{self._name}.starts.npy"
+        return record, {
+            f"{self._name}.bin": {"size": self.size, "sha256": self._hash.hexdigest()},
+            starts: _save_array(self._folder / starts, np.array(self._starts, dtype="<i8")),
+        }
+
+
+def _count(ids: np.ndarray, counts: np.ndarray, step: int = 2**24) -> None:
+    """Add the occurrences of each id to ``counts``, a part at a time: bincount makes int64 of all it is given."""
+    for begin in range(0, len(ids), step):
+        counts += np.bincount(ids[begin : begin + step], minlength=len(counts))
+
+
+def _total(shards: list[dict[str, Any]], **only: str) -> dict[str, Any]:
+    """Sums over the shards whose entries equal ``only``.
+
+    ``texts`` identifies a set of texts whatever the tokenizer, the order and the shards: the sum of the SHA-256 of
+    the documents modulo 2^256. Bits per byte of two runs compare where it is equal for validation.
+    """
+    chosen = [shard for shard in shards if all(shard[key] == value for key, value in only.items())]
+    sums = {key: sum(shard[key] for shard in chosen) for key in ("documents", "tokens", "targets", "ids", "bytes")}
+    return {"shards": len(chosen), **sums, "texts": f"{sum(int(shard['texts'], 16) for shard in chosen) % 2**256:064x}"}
+
+
+def _refuse_short_split(totals: dict[str, Any], skipped: dict[str, Any], data: config.Data) -> None:
+    """UserError where a split has no target."""
+    for split, change in (("train", "lower"), ("validation", "raise")):
+        if totals[split]["documents"] == 0:
+            sources = "; ".join(
+                f"{name} ({', '.join(source.files) if source.hub is None else source.hub.path}), "
+                f"not packed: {json.dumps(skipped.get(name, 'weight 0'))}"
+                for name, source in data.resolved_sources().items()
+            )
+            raise UserError(
+                f"the {split} split has 0 documents, at least 1 is needed (train has {totals['train']['documents']}, "
+                f"validation {totals['validation']['documents']}); sources: {sources}; "
+                f"{change} data.validation={data.validation} or give more text"
+            )
+
+
+class _Meter:
+    """Counts what was read of a source, and shows it now and then."""
+
+    def __init__(self, name: str, source: config.Source, read: int, show: Callable[[str], None]):
+        self.read = read  # bytes of text
+        self._name, self._show, self._tokens = name, show, 0
+        self._total = _expected_bytes(source)
+        self._begin, self._before = time.monotonic(), read
+        self._next = self._begin + _SHOW_SECONDS
+
+    def add(self, num_bytes: int, tokens: int) -> None:
+        """Count one document."""
+        self.read += num_bytes
+        self._tokens += tokens
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _SHOW_SECONDS
+            self.line()
+
+    def line(self) -> None:
+        """Show where the source stands."""
+        speed = (self.read - self._before) / max(time.monotonic() - self._begin, 1e-9)
+        left = ""
+        if self._total and speed and self.read < self._total:
+            left = f", {self.read / self._total:.0%}, about {(self._total - self.read) / speed / 60:.1f} min left"
+        tokens = f"{self._tokens / 1e6:.1f}M tokens"
+        self._show(f"packing {self._name}: {self.read / _MB:.1f} MB, {speed / _MB:.1f} MB/s, {tokens}{left}")
+
+
+def _expected_bytes(source: config.Source) -> float | None:
+    """About how much text a source has, None where that is not known before reading it."""
+    files = corpus.resolve_files(source.files)
+    plain = bool(files) and all(file.suffix in (".txt", *corpus.JSON_LINES) for file in files)
+    in_files = float(sum(file.stat().st_size for file in files)) if plain else None
+    bounds = [in_files, None if source.max_mb is None else source.max_mb * _MB]
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def _summary(totals: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{split}: {total['documents']} documents, {total['tokens'] / 1e6:.2f}M tokens, {total['bytes'] / _MB:.1f} MB"
+        for split, total in totals.items()
+    )
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _save_array(path: Path, values: np.ndarray) -> dict[str, Any]:
+    """Write an .npy file; its entry in the manifest."""
+    with path.open("wb") as file:
+        np.save(file, values, allow_pickle=False)
+        _sync_and_close(file)
+    data = path.read_bytes()
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    """Write beside, sync, rename: the old content or the new one, never a part."""
+    beside = path.with_name(f"{path.name}.new")
+    with beside.open("wb") as file:
+        file.write(data)
+        _sync_and_close(file)
+    beside.rename(path)
+
+
+def _sync_and_close(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

@@ -1,0 +1,421 @@
+"""What is packed is the text, the whole text and its order, however often the work was killed and by how many."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stack import config
+from stack import tokenizer as tokenizers
+from stack.config import UserError
+from stack.data import corpus, encoding, packing
+
+ROOT = Path(packing.__file__).resolve().parents[2]
+WORDS = ["the", "sea", "a", "house", "was", "old", "and", "near", "we", "went", "there", "by", "night", "\n", "1984"]
+WORDS += ["émigré", "漢字", "😀", "<|endoftext|>", "<|pad|>"]
+
+
+def texts_of(count: int, seed: int) -> list[str]:
+    """Documents of 0 to 80 words; every eleventh is empty."""
+    draw = random.Random(seed)
+    return ["" if n % 11 == 5 else " ".join(draw.choices(WORDS, k=draw.randrange(1, 80))) for n in range(count)]
+
+
+def write(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def data_of(sources: dict[str, config.Source], **changed) -> config.Data:
+    hub = config.HubFlags(path=None, name=None, split="train", revision=None, streaming=True)
+    given = {
+        "name": "mine",
+        "files": (),
+        "hub": hub,
+        "text": "text",
+        "on_bad_row": "skip",
+        "validation": 0.2,
+        "seed": 3,
+    }
+    return config.Data(sources=sources, **{**given, "workers": 1, "shard_mb": 0.02, "packed": None, **changed})
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Two sources, one of weight 1.5, and a tokenizer trained on them."""
+    folder = tmp_path_factory.mktemp("made")
+    sources = {
+        "one": config.Source(files=(str(write(folder / "one.jsonl", texts_of(400, 1))),), weight=1.5),
+        "two": config.Source(files=(str(write(folder / "two.jsonl", texts_of(250, 2))),)),
+    }
+    settings = config.Tokenizer(name="small", vocab_size=384, sample_mb=1.0, seed=0, folder=None)
+    return data_of(sources), tokenizers.train(settings, data_of(sources), folder, lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def packed(made, tmp_path_factory):
+    data, tokenizer = made
+    return packing.pack(data, tokenizer, tmp_path_factory.mktemp("packed"), lambda line: None)
+
+
+def tree(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def changed(data: config.Data, **values) -> config.Data:
+    return config.Data(**{**vars(data), **values})
+
+
+def expected_texts(data: config.Data, split: str) -> list[str]:
+    """What a split must hold, in order, straight from the corpus."""
+    found = []
+    for name, source in sorted(data.sources.items()):
+        for document in corpus.documents(name, source, on_bad_row="skip", bad=Counter()):
+            held_out = corpus.held_out(document.key, data.validation, data.seed)
+            copies = 1 if held_out else corpus.packs(document.key, source.weight, data.seed)
+            if document.text and held_out == (split == "validation"):
+                found += [document.text] * copies
+    return found
+
+
+@pytest.mark.parametrize("name", packing.SPLITS)
+def test_a_split_is_its_documents(made, packed, name):
+    data, tokenizer = made
+    split, texts = packed.split(name), expected_texts(data, name)
+    assert split.num_documents == len(texts) > 20
+    assert split.num_bytes == sum(len(text.encode()) for text in texts)
+    for text, start, length in zip(texts, split.starts.tolist(), split.lengths.tolist(), strict=True):
+        ids = split.ids(start, length + 1).tolist()
+        assert ids == [tokenizer.end_of_text, *tokenizer.encode(text), tokenizer.end_of_text]
+    assert split.num_targets == split.lengths.sum() == sum(1 + len(tokenizer.encode(text)) for text in texts)
+
+
+def test_the_splits_share_no_text(packed, made):
+    assert not set(expected_texts(made[0], "train")) & set(expected_texts(made[0], "validation"))
+
+
+def test_text_is_never_control(packed, made):
+    """CASES, control text: documents spell <|endoftext|>; only documents and shard ends have one."""
+    for shard in packed.manifest["shards"]:
+        ids = np.fromfile(packed.folder / f"{shard['name']}.bin", dtype=packed.manifest["dtype"])
+        assert (ids == made[1].end_of_text).sum() == shard["documents"] + 1
+        assert (ids != made[1].pad).all() and ids[-1] == ids[0] == made[1].end_of_text
+
+
+def test_the_manifest_adds_up(packed, made):
+    tokenizer, manifest = made[1], packed.manifest
+    assert (packed.vocabulary_digest, packed.num_rows) == (tokenizer.digest, tokenizer.vocab_size)
+    assert packed.folder.name == f"mine-{manifest['digest'][:8]}"
+    on_disk = {path.name for path in packed.folder.iterdir()}
+    assert on_disk == {*manifest["files"], "manifest.json"}
+    for name, file in manifest["files"].items():
+        content = (packed.folder / name).read_bytes()
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (file["size"], file["sha256"])
+    train = np.concatenate(
+        [np.fromfile(packed.folder / f"{s['name']}.bin", "<u2") for s in manifest["shards"] if s["split"] == "train"]
+    )
+    assert np.array_equal(packed.counts(), np.bincount(train, minlength=tokenizer.vocab_size))
+    assert packed.counts().dtype == np.int64
+    for key in ("documents", "tokens", "targets", "bytes", "shards"):
+        for split in packing.SPLITS:
+            assert manifest["splits"][split][key] == sum(source[split][key] for source in manifest["sources"].values())
+    one, two = manifest["sources"]["one"]["skipped"], manifest["sources"]["two"]["skipped"]
+    assert one["empty"] == 36 and two["empty"] == 23
+    assert one["repeats"] > 50 and one["omissions"] == two["repeats"] == two["omissions"] == 0
+    read = {name: 400 if name == "one" else 250 for name in ("one", "two")}
+    for name, source in manifest["sources"].items():
+        skipped = source["skipped"]
+        packed_once = sum(source[split]["documents"] for split in packing.SPLITS) - skipped["repeats"]
+        assert packed_once + skipped["empty"] + skipped["omissions"] == read[name]
+
+
+def test_shards_are_closed_at_their_size(packed):
+    for source in ("one", "two"):
+        sizes = [
+            packed.manifest["files"][f"{shard['name']}.bin"]["size"]
+            for shard in packed.manifest["shards"]
+            if shard["source"] == source and shard["split"] == "train"
+        ]
+        assert len(sizes) > 1 and max(sizes) < 22_000
+
+
+def test_any_number_of_workers(packed, made, tmp_path):
+    data, tokenizer = made
+    again = packing.pack(changed(data, workers=2), tokenizer, tmp_path, lambda line: None)
+    assert again.folder.name == packed.folder.name
+    assert tree(again.folder) == tree(packed.folder)
+
+
+def test_a_finished_folder_is_reused(made, tmp_path):
+    data, tokenizer = made
+    folder = packing.pack(data, tokenizer, tmp_path, lambda line: None).folder
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert packing.pack(changed(data, workers=3), tokenizer, tmp_path, lambda line: None).folder == folder
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    other = packing.pack(changed(data, seed=4), tokenizer, tmp_path, lambda line: None)
+    assert other.folder != folder and other.digest != packing.open_packed(folder).digest
+    assert [path.name for path in folder.parent.iterdir() if path.name.endswith(".partial")] == []
+
+
+WEIGHTED = {"half": 0.5, "two and a half": 2.5, "none": 0.0}
+
+
+def test_weights(made, tmp_path):
+    """A source's weight repeats and omits training documents, and never a held-out one."""
+    files = made[0].sources["two"].files
+    sources = {name: config.Source(files=files, weight=weight) for name, weight in WEIGHTED.items()}
+    found = packing.pack(data_of(sources), made[1], tmp_path, lambda line: None).manifest["sources"]
+    assert set(found) == {"half", "two and a half"}
+    half, more = found["half"], found["two and a half"]
+    assert half["validation"]["documents"] == more["validation"]["documents"] > 0
+    training = 250 - 23 - half["validation"]["documents"]
+    assert half["skipped"]["omissions"] == training - half["train"]["documents"]
+    assert more["skipped"]["repeats"] == more["train"]["documents"] - training
+    assert 0.3 < half["train"]["documents"] / training < 0.7 and 2.3 < more["train"]["documents"] / training < 2.7
+
+
+def broken_file(folder: Path) -> config.Data:
+    """200 documents, and refused rows before, between and after them, at the ends of blocks too."""
+    lines = [json.dumps({"text": text}) for text in texts_of(200, 5)]
+    for at in (0, 50, 51, 120, 199):
+        lines.insert(at, "{broken")
+    lines += ['{"text": null}', '{"other": "x"}']
+    (folder / "bad.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return data_of({"bad": config.Source(files=(str(folder / "bad.jsonl"),), max_mb=0.03)}, shard_mb=0.004)
+
+
+class Killed(BaseException):
+    """Stands for a death at one place of the code."""
+
+
+@pytest.mark.parametrize("after_rename", [True, False])
+def test_a_death_at_any_block_changes_nothing(made, tmp_path, monkeypatch, after_rename):
+    """Documents, refused rows and ``max_mb`` are counted once, wherever the work was stopped and taken up again."""
+    data = broken_file(tmp_path)
+    whole = packing.pack(data, made[1], tmp_path / "whole", lambda line: None)
+    assert sum(whole.manifest["sources"]["bad"]["skipped"]["bad_rows"].values()) >= 4
+    assert 0.03e6 <= sum(total["bytes"] for total in whole.manifest["splits"].values()) < 0.031e6
+    write_atomically = packing._write_atomically
+
+    def dies(path: Path, content: bytes) -> None:
+        if after_rename:
+            write_atomically(path, content)
+        raise Killed
+
+    monkeypatch.setattr(packing, "_write_atomically", dies)
+    deaths = 0
+    while deaths < (100 if after_rename else 2):
+        try:
+            packing.pack(data, made[1], tmp_path / "killed", lambda line: None)
+        except Killed:
+            deaths += 1
+        else:
+            break
+    assert deaths > 5 if after_rename else deaths == 2
+    monkeypatch.undo()
+    result = packing.pack(data, made[1], tmp_path / "killed", lambda line: None)
+    assert tree(result.folder) == tree(whole.folder)
+
+
+# Loads the libraries once, then packs in a process of its own for each line that it reads.
+PACK = """
+import json, os, sys
+from pathlib import Path
+from stack import config, tokenizer
+from stack.data import packing
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        settings, folder, root = json.loads(line)
+        sources = {name: config.Source(**source) for name, source in settings.pop("sources").items()}
+        data = config.Data(sources=sources, hub=config.HubFlags(**settings.pop("hub")), **settings)
+        packing.pack(data, tokenizer.load(Path(folder)), Path(root), lambda line: None)
+        os._exit(0)
+    print(child, flush=True)
+    os.waitpid(child, 0)
+"""
+
+
+def wait_until(holds, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.001)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for child processes under /proc")
+def test_killed_for_real(packed, made, tmp_path):
+    """SIGKILL at seeded moments, with two workers and with one: none of them stays behind, and the end is equal."""
+    data, tokenizer = made
+    draw = random.Random(0)
+    partial = tmp_path / "packed" / f"{packed.folder.name}.partial"
+    server = subprocess.Popen(
+        [sys.executable, "-c", PACK], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    for workers in (2, 1):
+        finished = len(list(partial.glob("*.starts.npy")))
+        settings = config.plain(changed(data, workers=workers))
+        print(json.dumps([settings, str(tokenizer.folder), str(tmp_path)]), file=server.stdin, flush=True)
+        process = int(server.stdout.readline())
+        wait_until(lambda finished=finished: len(list(partial.glob("*.starts.npy"))) >= finished + 3)
+        children = children_of(process)
+        assert len(children) >= (2 if workers == 2 else 0)
+        time.sleep(draw.random() * 0.01)
+        os.kill(process, signal.SIGKILL)
+        wait_until(lambda children=children: not any(Path(f"/proc/{child}").exists() for child in children))
+    server.communicate()
+    assert not (tmp_path / "packed" / packed.folder.name).exists()
+    shown: list[str] = []
+    result = packing.pack(data, tokenizer, tmp_path, shown.append)
+    assert any("resuming" in line for line in shown)
+    assert tree(result.folder) == tree(packed.folder)
+
+
+def test_two_at_once(packed, made, tmp_path):
+    """The second waits for the first and takes what it made."""
+    data, tokenizer = made
+    shown: dict[int, list[str]] = {0: [], 1: []}
+    results: dict[int, packing.Packed] = {}
+
+    def work(number: int) -> None:
+        results[number] = packing.pack(data, tokenizer, tmp_path, shown[number].append)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in shown]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum("waiting for it" in line for lines in shown.values() for line in lines) == 1
+    assert results[0].folder == results[1].folder
+    assert tree(results[0].folder) == tree(packed.folder)
+
+
+def test_short_split(made, tmp_path):
+    """CASES, short split: no document, only empty ones; one short document each is enough."""
+    cases = {"none": [], "empty": ["", ""], "one": ["only this"]}
+    for name, texts in cases.items():
+        path = write(tmp_path / f"{name}.jsonl", texts)
+        with pytest.raises(UserError) as error:
+            packing.pack(data_of({name: config.Source(files=(str(path),))}), made[1], tmp_path, lambda line: None)
+        assert "0 documents, at least 1 is needed" in str(error.value)
+        assert str(path) in str(error.value) and "data.validation=0.2" in str(error.value)
+    path = write(tmp_path / "two.jsonl", [f"text {n}" for n in range(8)])
+    data = data_of({"two": config.Source(files=(str(path),))}, validation=0.3)
+    result = packing.pack(data, made[1], tmp_path, lambda line: None)
+    assert all(result.split(name).num_documents >= 1 for name in packing.SPLITS)
+
+
+class Wide:
+    """A tokenizer of more rows than uint16 can tell apart: a text is the code points of its characters."""
+
+    def __init__(self, rows: int):
+        self.vocab_size, self.digest, self.end_of_text, self.pad = rows, f"{rows:064x}", 0, 1
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [[ord(character) for character in text] for text in texts]
+
+
+def test_big_ids(tmp_path):
+    """CASES, big ids: 65,536 never becomes 0."""
+    texts = [f"{chr(65_530 + n % 6)}{chr(65_536 + n % 4)}" for n in range(40)]
+    source = config.Source(files=(str(write(tmp_path / "big.jsonl", texts)),))
+    data = data_of({"big": source})
+    result = packing.pack(data, Wide(65_540), tmp_path, lambda line: None)
+    assert result.manifest["dtype"] == "uint32"
+    ids = np.concatenate(
+        [result.split(name).ids(int(s), 3) for name in packing.SPLITS for s in result.split(name).starts]
+    )
+    assert Counter(ids.tolist()) == Counter(ord(character) for text in texts for character in "\0" + text)
+    with pytest.raises(OverflowError):
+        packing.pack(data, Wide(65_536), tmp_path, lambda line: None)
+    assert encoding.id_dtype(2**16) == np.uint16 and encoding.id_dtype(2**16 + 1) == np.uint32
+
+
+def damage_truncated(folder: Path) -> str:
+    path = folder / "train-00001.bin"
+    size = path.stat().st_size
+    os.truncate(path, size // 2)
+    return f"{path} has {size // 2} bytes, {size} bytes are expected"
+
+
+def damage_missing(folder: Path) -> str:
+    (folder / "validation-00000.starts.npy").unlink()
+    return f"{folder / 'validation-00000.starts.npy'} is missing"
+
+
+def damage_manifest(folder: Path) -> str:
+    (folder / "manifest.json").write_text("{")
+    return f"{folder / 'manifest.json'} is damaged"
+
+
+def damage_no_manifest(folder: Path) -> str:
+    (folder / "manifest.json").unlink()
+    return "manifest.json is missing"
+
+
+def edit(folder: Path, key: str, value) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    (folder / "manifest.json").write_text(json.dumps({**manifest, key: value}), encoding="utf-8")
+
+
+def damage_format(folder: Path) -> str:
+    edit(folder, "format", 99)
+    return f"format 99, but this program reads format {packing.FORMAT}"
+
+
+def damage_dtype(folder: Path) -> str:
+    edit(folder, "dtype", "uint32")
+    return "ids as uint32, but 384 rows need uint16"
+
+
+def damage_counts(folder: Path) -> str:
+    counts = np.load(folder / "counts.npy")
+    counts[5] += 1
+    np.save(folder / "counts.npy", counts)
+    return f"{folder / 'counts.npy'} counts {counts.sum()} ids of 384 rows, the manifest {counts.sum() - 1} of 384"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_truncated,
+        damage_missing,
+        damage_manifest,
+        damage_no_manifest,
+        damage_format,
+        damage_dtype,
+        damage_counts,
+    ],
+)
+def test_a_damaged_folder_is_refused(packed, tmp_path, damage):
+    folder = tmp_path / packed.folder.name
+    folder.mkdir()
+    for path in packed.folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    packing.open_packed(folder)
+    message = damage(folder)
+    with pytest.raises(UserError) as error:
+        packing.open_packed(folder)
+    assert message in str(error.value)
+
+
+def test_the_validation_text_has_one_name(packed, made, tmp_path):
+    """Neither shards nor weights nor the tokenizer change what the validation text is called."""
+    data = changed(made[0], shard_mb=1.0, sources={n: config.Source(files=s.files) for n, s in made[0].sources.items()})
+    other = packing.pack(data, Wide(150_000), tmp_path, lambda line: None)
+    assert other.manifest["validation_digest"] == packed.manifest["validation_digest"]
+    assert other.manifest["splits"]["train"]["texts"] != packed.manifest["splits"]["train"]["texts"]
