@@ -101,17 +101,17 @@ def documents(
 
 def held_out(key: bytes, share: float, seed: int) -> bool:
     """Whether the document or conversation of this key belongs to validation; true for about ``share`` of all keys."""
-    return _uniform(b"validation", key, seed) < share
+    return uniform(b"validation", key, seed) < share
 
 
 def packs(key: bytes, weight: float, seed: int) -> int:
     """How often a document is packed: floor(weight), and once more with a chance of what is left of the weight."""
     whole = int(weight)
-    return whole + (_uniform(b"weight", key, seed) < weight - whole)
+    return whole + (uniform(b"weight", key, seed) < weight - whole)
 
 
-def _uniform(purpose: bytes, key: bytes, seed: int) -> float:
-    """A number in [0, 1) that is the same everywhere and independent between purposes and seeds."""
+def uniform(purpose: bytes, key: bytes, seed: int) -> float:
+    """A number in [0, 1) drawn from a document's key: the same everywhere, independent between purposes and seeds."""
     drawn = hashlib.sha256(b"%s %d " % (purpose, seed) + key).digest()
     return int.from_bytes(drawn[:6], "big") / 2**48  # 48 bits fit a float exactly, so 1.0 is never drawn
 

@@ -1,0 +1,339 @@
+"""Byte-level BPE: trained, saved as a Hugging Face folder, loaded, and the identity of its vocabulary.
+
+Ids in order: ``<|endoftext|>`` (0), ``<|pad|>`` (1), the 256 bytes, the merges as they were learned, and reserved
+tokens up to a multiple of 64, so that every row of the model's table has a text. Nothing is normalized and all bytes
+are in the alphabet: ``decode(encode(text)) == text`` for every text. Text never becomes a control token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
+
+from stack import config
+from stack.config import MIN_VOCABULARY, UserError
+from stack.data.corpus import documents, fingerprint, held_out, uniform
+
+FORMAT = 1  # raise it when the same text and settings are to give another tokenizer
+END_OF_TEXT = "<|endoftext|>"
+PAD = "<|pad|>"
+RESERVED = "<|reserved_{}|>"
+MULTIPLE = 64  # of the table's rows, for the matrix units
+FILES = ("tokenizer.json", "tokenizer_config.json")
+# Qwen2's pattern: contractions, words with the one character before them, single digits, punctuation, white space.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+READ = 4  # the sample is drawn from the first READ * sample_mb of each source, since a hub set may have no end
+MEASURED_MB = 1.0  # held-out text of each source on which bytes per token are measured
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A vocabulary with its roles. Made by :func:`load` and :func:`train` only."""
+
+    folder: Path
+    vocab_size: int  # the number of ids and of the table's rows, a multiple of 64
+    end_of_text: int  # before every document, and the end of generation
+    pad: int
+    reserved: tuple[int, ...]
+    digest: str  # SHA-256 of the ordered token bytes and the roles, in hex
+    _inner: tokenizers.Tokenizer = field(repr=False, compare=False)
+
+    @property
+    def unsampled(self) -> tuple[int, ...]:
+        """Ids that generation never emits."""
+        return (self.pad, *self.reserved)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of plain text; what spells a control token is characters like any other. No bos is added."""
+        return self._inner.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """:meth:`encode` of many texts, on all threads."""
+        return [found.ids for found in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The inverse of :meth:`encode`. Control tokens show as their text, broken UTF-8 as U+FFFD."""
+        return self._inner.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def save_into(self, folder: Path, max_length: int | None = None) -> None:
+        """Copy the files that Hugging Face reads into a model's folder; ``max_length`` is the model's context."""
+        for name in FILES:
+            shutil.copyfile(self.folder / name, folder / name)
+        if max_length is not None:
+            settings = _json(folder / "tokenizer_config.json") | {"model_max_length": max_length}
+            _write_json(folder / "tokenizer_config.json", settings)
+
+
+def load(folder: Path | str) -> Tokenizer:
+    """The tokenizer of a folder (a trained one, or a model's); UserError where files are missing or contradict."""
+    folder = Path(folder)
+    for name in FILES:
+        if not (folder / name).is_file():
+            raise UserError(f"{folder} is no tokenizer: {name} is missing; give tokenizer.folder or train one")
+    settings = _json(folder / "tokenizer_config.json")
+    inner = tokenizers.Tokenizer.from_str(json.dumps(_json(folder / "tokenizer.json")))
+    inner.encode_special_tokens = True  # text is never control: special tokens are encoded as the characters they spell
+    vocabulary = inner.get_vocab(with_added_tokens=True)
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    if [vocabulary[token] for token in tokens] != list(range(len(tokens))) or len(tokens) % MULTIPLE:
+        raise UserError(
+            f"{folder}: {len(tokens)} tokens with ids up to {max(vocabulary.values(), default=-1)}; ids must be "
+            f"0, 1, 2 … and their number a multiple of {MULTIPLE}: train a tokenizer with tokenizer.folder=null"
+        )
+    roles = {}
+    for role, key in (("end_of_text", "bos_token"), ("pad", "pad_token")):
+        if settings.get(key) not in vocabulary:
+            raise UserError(
+                f"{folder}: {key}={settings.get(key)!r} of tokenizer_config.json is no token of tokenizer.json; "
+                "the two files do not belong together: restore or train them"
+            )
+        roles[role] = vocabulary[settings[key]]
+    control = {index: token.content for index, token in inner.get_added_tokens_decoder().items()}
+    foreign = set().union(*(token for i, token in enumerate(tokens) if i not in control)) - set(_byte_characters())
+    if foreign:
+        raise UserError(f"{folder}: tokens hold {min(foreign)!r}, so this is no byte-level BPE; train one")
+    digest = _digest(tokens, control, roles)
+    _check_manifest(folder, digest)
+    pattern = re.compile(re.escape(RESERVED).replace(r"\{\}", r"\d+"))
+    reserved = tuple(sorted(index for index, text in control.items() if pattern.fullmatch(text)))
+    return Tokenizer(folder, len(tokens), roles["end_of_text"], roles["pad"], reserved, digest, inner)
+
+
+def _check_manifest(folder: Path, digest: str) -> None:
+    """UserError where the folder's manifest names another vocabulary than its files hold."""
+    path = folder / "manifest.json"
+    named = _json(path).get("vocabulary_digest", digest) if path.is_file() else digest
+    if named != digest:
+        raise UserError(
+            f"{folder}: tokenizer.json holds the vocabulary {digest}, but manifest.json names {named}; "
+            "one of them was changed: remove the folder, and it is made again"
+        )
+
+
+def _digest(tokens: list[str], control: dict[int, str], roles: dict[str, int]) -> str:
+    """The identity of a vocabulary: SHA-256 over each token's bytes in order, which are control, and the roles."""
+    byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+    hashed = hashlib.sha256()
+    for index, token in enumerate(tokens):
+        data = token.encode() if index in control else bytes(byte_of[character] for character in token)
+        hashed.update(b"%d %d " % (index in control, len(data)) + data)
+    hashed.update(json.dumps(roles, sort_keys=True).encode())
+    return hashed.hexdigest()
+
+
+def _byte_characters() -> list[str]:
+    """The printable character by which byte-level BPE writes each of the 256 bytes (GPT-2's table)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = iter(range(256, 512))
+    return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
+
+
+# ---------------------------------------------------------------- training
+
+
+def train(settings: config.Tokenizer, data: config.Data, root: Path, show: Callable[[str], Any]) -> Tokenizer:
+    """The tokenizer of these settings: ``settings.folder``, a finished folder of equal inputs, or a new one.
+
+    A new one is trained on a sample of training documents and stands in ``root/tokenizers/NAME-<8 hex>``, whole or not
+    at all. UserError for a vocabulary that cannot hold the bytes, or sources without text.
+    """
+    if settings.folder is not None:
+        return load(settings.folder)
+    if settings.vocab_size < MIN_VOCABULARY:
+        raise UserError(
+            f"tokenizer.vocab_size={settings.vocab_size} is too small: the minimum is {MIN_VOCABULARY} "
+            f"(256 bytes and two control tokens, up to a multiple of {MULTIPLE})"
+        )
+    inputs = _inputs(settings, data)
+    hexes = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:8]
+    folder = root / "tokenizers" / f"{settings.name}-{hexes}"
+    if (folder / "manifest.json").is_file():
+        found = load(folder)
+        show(f"tokenizer {folder.name}: {found.vocab_size:,} entries, already trained")
+        return found
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
+        _make(Path(beside) / "made", settings, data, inputs, show)
+        if not (folder / "manifest.json").is_file():  # nobody else was quicker
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(Path(beside) / "made", folder)
+    return load(folder)
+
+
+def _inputs(settings: config.Tokenizer, data: config.Data) -> dict[str, Any]:
+    """Everything that decides the trained tokenizer, as plain values."""
+    return {
+        "format": FORMAT,
+        "pattern": PATTERN,
+        "vocab_size": settings.vocab_size,
+        "sample_mb": settings.sample_mb,
+        "seed": settings.seed,
+        "validation": data.validation,
+        "split_seed": data.seed,
+        "sources": {name: fingerprint(source) for name, source in data.resolved_sources().items()},
+    }
+
+
+def _make(
+    folder: Path, settings: config.Tokenizer, data: config.Data, inputs: dict[str, Any], show: Callable[[str], Any]
+) -> None:
+    """Train, measure and write a finished folder."""
+    began = time.perf_counter()
+    sample, measured = _sample(settings, data, show)
+    size = sum(len(text.encode()) for text in sample)
+    inner = fit(sample, settings.vocab_size)
+    folder.mkdir()
+    inner.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", _hugging_face_settings())
+    made = load(folder)
+    seconds = time.perf_counter() - began
+    entries = made.vocab_size - len(made.reserved)
+    show(f"tokenizer {settings.name}: {made.vocab_size:,} entries from {size / 1e6:.1f} MB of text, {seconds:.1f} s")
+    if entries < settings.vocab_size:
+        show(
+            f"warning: tokenizer.vocab_size={settings.vocab_size:,}, but this text gives {entries:,} entries; "
+            f"with {len(made.reserved)} reserved ones the vocabulary has {made.vocab_size:,} everywhere"
+        )
+    bytes_per_token = {name: _bytes_per_token(made, texts) for name, texts in measured.items() if any(texts)}
+    for name, value in bytes_per_token.items():
+        show(f"  {name:<12} {value:.2f} bytes per token")
+    manifest = {
+        "inputs": inputs,
+        "vocabulary_digest": made.digest,
+        "vocab_size": made.vocab_size,
+        "reserved": len(made.reserved),
+        "sample_bytes": size,
+        "bytes_per_token": bytes_per_token,
+        "seconds": round(seconds, 1),
+    }
+    _write_json(folder / "manifest.json", manifest)
+
+
+def _sample(
+    settings: config.Tokenizer, data: config.Data, show: Callable[[str], Any]
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Training texts of at most ``sample_mb``, and held-out ones of each source to measure on.
+
+    A document is drawn with a chance in proportion to its source's weight (sequential Poisson sampling: those with the
+    smallest uniform/weight are kept), so the sample is spread as the packed text is. Memory holds no more than it.
+    """
+    limit = settings.sample_mb * 1e6
+    kept: list[tuple[float, str, int]] = []  # a heap: the worst rank first
+    size = 0
+    measured: dict[str, list[str]] = {}
+    bad: Counter[str] = Counter()
+    for name, source in data.resolved_sources().items():
+        measured[name] = []
+        unmeasured, unread = MEASURED_MB * 1e6, READ * limit
+        for document in documents(name, source, on_bad_row=data.on_bad_row, bad=bad):
+            length = len(document.text.encode())
+            if held_out(document.key, data.validation, data.seed):
+                if unmeasured > 0:
+                    measured[name].append(document.text)
+                    unmeasured -= length
+            elif source.weight > 0:
+                rank = uniform(b"tokenizer", document.key, settings.seed) / source.weight
+                heapq.heappush(kept, (-rank, document.text, length))
+                size += length
+                while size > limit and len(kept) > 1:
+                    size -= heapq.heappop(kept)[2]
+            unread -= length
+            if unread <= 0:
+                break
+    if bad:
+        show(f"rows without text: {', '.join(f'{count:,} {reason}' for reason, count in sorted(bad.items()))}")
+    if size == 0:
+        raise UserError(
+            f"no text to train a tokenizer on: sources {list(measured)}, rows without text {dict(bad)}, "
+            f"held out {sum(map(len, measured.values()))}; give other data.files or a smaller data.validation"
+        )
+    return [text for _, text, _ in sorted(kept)], measured
+
+
+def fit(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Byte-level BPE with at most ``vocab_size`` entries learned from texts, and reserved ones up to a multiple of 64.
+
+    The order of the texts and the number of threads change nothing: merges depend on counts, ties on ids.
+    """
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT, PAD],
+        initial_alphabet=_byte_characters(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(_batches(texts), trainer=trainer)
+    inner.add_special_tokens([RESERVED.format(i) for i in range(-inner.get_vocab_size() % MULTIPLE)])
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B:1", special_tokens=[(END_OF_TEXT, 0)]
+    )
+    return inner
+
+
+def _batches(texts: Iterable[str], count: int = 256) -> Iterator[list[str]]:
+    """Lists of texts: the library hands each to all of its threads."""
+    batch = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == count:
+            yield batch
+            batch = []
+    yield batch
+
+
+def _hugging_face_settings() -> dict[str, Any]:
+    """``tokenizer_config.json``. The class is the one that takes tokenizer.json as it is, beside a Qwen3 config too."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": int(1e30),  # Hugging Face's number for no limit; a model's folder names its context
+    }
+
+
+def _bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> float:
+    """UTF-8 bytes of texts by the number of their tokens."""
+    num_tokens = sum(map(len, tokenizer.encode_batch(texts)))
+    return sum(len(text.encode()) for text in texts) / num_tokens
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; UserError where it holds none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}; restore or remove it") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no JSON object; restore or remove it")
+    return found
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,371 @@
+"""stack.tokenizer: text survives, is never control, and Hugging Face reads the same ids."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stack import config, tokenizer
+from stack.config import UserError
+from stack.data.corpus import held_out
+from stack.tokenizer import END_OF_TEXT, PAD, Tokenizer, load, train
+
+WORDS = (
+    "the",
+    "sea",
+    "was",
+    "calm",
+    "and",
+    "the",
+    "old",
+    "man",
+    "went",
+    "down",
+    "to",
+    "his",
+    "little",
+    "boat",
+    "again",
+)
+HUB = config.HubFlags(path=None, name=None, split="train", revision=None, streaming=True)
+
+
+def settings_of(vocab_size: int, **changes) -> config.Tokenizer:
+    base = config.Tokenizer(name="t", vocab_size=vocab_size, sample_mb=1.0, seed=0, folder=None)
+    return dataclasses.replace(base, **changes)
+
+
+def data_of(sources: dict[str, config.Source], **changes) -> config.Data:
+    base = config.Data(
+        name="d",
+        sources=sources,
+        files=(),
+        hub=HUB,
+        text="text",
+        on_bad_row="error",
+        validation=0.1,
+        seed=0,
+        workers=1,
+        shard_mb=1.0,
+        packed=None,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def write(path: Path, texts: list[str], **changes) -> config.Source:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return config.Source(files=(str(path),), **changes)
+
+
+def sentences(seed: int, count: int) -> list[str]:
+    """ASCII sentences of few words and many numbers."""
+    draw = random.Random(seed)
+    return [" ".join([*draw.choices(WORDS, k=20), str(draw.randrange(10**6)), "\n"]) for _ in range(count)]
+
+
+def noise(count: int) -> list[str]:
+    """Words of random letters, with more merges than any test asks for, and many ties."""
+    draw = random.Random(0)
+    return ["".join(draw.choices("abcdefgh ", k=200)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Tokenizer:
+    """Trained on ASCII only, so that every other byte is in the alphabet by law and not by luck."""
+    folder = tmp_path_factory.mktemp("made")
+    data = data_of({"one": write(folder / "one.jsonl", sentences(0, 400))})
+    return train(settings_of(384), data, folder, lambda line: None)
+
+
+# control tokens, their parts and what breaks other tokenizers, mixed with any text
+ODD = [
+    END_OF_TEXT,
+    PAD,
+    "<|reserved_0|>",
+    "<|im_end|>",
+    "<|",
+    "|>",
+    "\r\n",
+    "\t",
+    "\0",
+    "\u2028",
+    "🙂",
+    "é",
+    "é",
+    "日本",
+]
+anything = st.lists(st.one_of(st.sampled_from(ODD), st.text(st.characters(exclude_categories=["Cs"])))).map("".join)
+
+
+@given(anything)
+@settings(max_examples=300, deadline=None)
+def test_any_text_survives(made, text):
+    ids = made.encode(text)
+    assert made.decode(ids) == text
+    assert made.encode_batch([text, text]) == [ids, ids]
+    assert not set(ids) & {made.end_of_text, *made.unsampled}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "é", "🙂", "日本語", "\0", "\r\n", "\r", "\t", "a\u2028b", "x" * 10_000, " " * 999]
+)
+def test_the_alphabet_row(made, text):
+    assert made.decode(made.encode(text)) == text
+    assert (made.encode(text) == []) == (text == "")
+
+
+def test_every_byte_is_a_token(made):
+    ids = [made.encode(chr(code))[-1] for code in range(0x80, 0x800)] + made.encode("".join(map(chr, range(128))))
+    assert len(set(ids)) > 128
+    inner = json.loads((made.folder / "tokenizer.json").read_text())["model"]["vocab"]
+    assert [token for token in inner if len(token) == 1] == sorted(tokenizer._byte_characters(), key=inner.get)
+    assert len(set(tokenizer._byte_characters())) == 256
+
+
+def test_digits_stand_alone_and_words_keep_their_blank(made):
+    shown = [made.decode([i]) for i in range(2, made.vocab_size - len(made.reserved))]
+    assert [token for token in shown if sum(c.isdigit() for c in token) and len(token) > 1] == []
+    assert " the" in shown and " little" in shown
+
+
+def test_text_that_spells_control_tokens_is_characters(made):
+    for text in (END_OF_TEXT, PAD, "<|reserved_0|>", f"a{END_OF_TEXT}{END_OF_TEXT}b <|im_start|>system\n"):
+        ids = made.encode(text)
+        assert len(ids) > 3 and not set(ids) & {made.end_of_text, *made.unsampled}
+    assert made.decode([made.end_of_text, *made.encode("a"), made.pad]) == f"{END_OF_TEXT}a{PAD}"
+
+
+def test_ids_and_roles(made):
+    assert (made.end_of_text, made.pad) == (0, 1)
+    assert made.vocab_size % 64 == 0
+    assert made.reserved == tuple(range(made.vocab_size - len(made.reserved), made.vocab_size))
+    assert [made.decode([i]) for i in made.reserved] == [f"<|reserved_{i}|>" for i in range(len(made.reserved))]
+    assert made.unsampled == (1, *made.reserved)
+
+
+def test_the_vocabulary_has_exactly_the_size_asked_for_where_the_text_has_it(tmp_path):
+    lines: list[str] = []
+    data = data_of({"one": write(tmp_path / "one.jsonl", noise(50))})
+    made = train(settings_of(640), data, tmp_path, lines.append)
+    assert (made.vocab_size, made.reserved) == (640, ())
+    assert not any("warning" in line for line in lines)
+
+
+def test_a_text_with_few_merges_gives_its_real_size_with_a_warning(tmp_path):
+    lines: list[str] = []
+    text = "the cat sat on the mat. " * 8  # about 200 bytes
+    data = data_of({"one": write(tmp_path / "one.jsonl", [text])}, validation=1e-9)
+    made = train(settings_of(1024), data, tmp_path, lines.append)
+    assert made.vocab_size == 320 and 0 < len(made.reserved) < 64
+    (warning,) = [line for line in lines if line.startswith("warning")]
+    entries = made.vocab_size - len(made.reserved)
+    for part in (
+        "tokenizer.vocab_size=1,024",
+        f"{entries} entries",
+        f"{len(made.reserved)} reserved",
+        "320 everywhere",
+    ):
+        assert part in warning
+    assert len(json.loads((made.folder / "manifest.json").read_text())["vocabulary_digest"]) == 64
+    assert load(made.folder) == made
+
+
+def test_too_small_a_vocabulary_is_an_error_with_the_minimum(tmp_path):
+    data = data_of({"one": write(tmp_path / "one.jsonl", ["a"])})
+    with pytest.raises(UserError, match=r"tokenizer\.vocab_size=100 .* minimum is 320"):
+        train(settings_of(100), data, tmp_path, print)
+
+
+def test_no_text_is_an_error(tmp_path):
+    data = data_of({"one": write(tmp_path / "one.jsonl", ["", ""])})
+    with pytest.raises(UserError, match="no text"):
+        train(settings_of(320), data, tmp_path, print)
+
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 32,
+}
+
+
+@pytest.fixture(scope="module", params=["alone", "qwen3"])
+def theirs(made, request, tmp_path_factory):
+    """What AutoTokenizer makes of a bare folder, and of a model's folder."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp(request.param)
+    made.save_into(folder, max_length=2048)
+    if request.param == "qwen3":
+        (folder / "config.json").write_text(json.dumps(QWEN3 | {"vocab_size": made.vocab_size}))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@given(anything)
+@settings(max_examples=100, deadline=None)
+def test_hugging_face_gives_the_same_ids(made, theirs, text):
+    ids = made.encode(text)
+    assert theirs(text, split_special_tokens=True)["input_ids"] == [made.end_of_text, *ids]
+    assert theirs.decode(ids) == text
+    if not any(token in text for token in theirs.all_special_tokens) and "<|reserved_" not in text:
+        assert theirs(text)["input_ids"] == [made.end_of_text, *ids]
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ids
+
+
+def test_hugging_face_knows_the_roles(made, theirs):
+    assert len(theirs) == made.vocab_size
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (
+        made.end_of_text,
+        made.end_of_text,
+        made.pad,
+    )
+    assert theirs.model_max_length == 2048
+    assert not theirs.clean_up_tokenization_spaces
+    batch = theirs(["the sea", "the"], padding=True)
+    width = len(batch["input_ids"][0])
+    assert batch["attention_mask"][1] == [1] * 2 + [0] * (width - 2)
+
+
+def test_hugging_face_saves_what_we_load(made, theirs, tmp_path):
+    theirs.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert (again.digest, again.vocab_size, again.reserved) == (made.digest, made.vocab_size, made.reserved)
+    assert again.encode("the sea <|pad|>") == made.encode("the sea <|pad|>")
+
+
+def test_equal_inputs_reuse_the_folder_and_a_change_makes_another(tmp_path):
+    data = data_of({"one": write(tmp_path / "one.jsonl", sentences(0, 50))})
+    first = train(settings_of(320), data, tmp_path, lambda line: None)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    lines: list[str] = []
+    assert train(settings_of(320), data, tmp_path, lines.append) == first
+    assert "already trained" in lines[0]
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    others = [
+        train(settings_of(384), data, tmp_path, lines.append),
+        train(settings_of(320, seed=1), data, tmp_path, lines.append),
+        train(settings_of(320), dataclasses.replace(data, validation=0.2), tmp_path, lines.append),
+        train(settings_of(320, name="u"), data, tmp_path, lines.append),
+    ]
+    write(tmp_path / "one.jsonl", sentences(1, 50))
+    others.append(train(settings_of(320), data, tmp_path, lines.append))
+    assert len({first.folder, *(other.folder for other in others)}) == 6
+    assert train(settings_of(320, folder=str(first.folder)), data, tmp_path, lines.append) == first
+
+
+def test_what_a_killed_training_left_is_replaced(tmp_path):
+    data = data_of({"one": write(tmp_path / "one.jsonl", sentences(0, 50))})
+    folder = train(settings_of(320), data, tmp_path, lambda line: None).folder
+    (folder / "manifest.json").unlink()
+    (folder / "tokenizer.json").write_text("{")
+    assert train(settings_of(320), data, tmp_path, lambda line: None).folder == folder
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+ONE_THREAD = """
+import json, sys
+from stack.tokenizer import fit
+sys.stdout.write(fit(json.load(open(sys.argv[1])), 640).to_str())
+"""
+
+
+def test_training_gives_equal_bytes_on_any_number_of_threads_and_in_any_order(tmp_path):
+    texts = noise(300)
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    environment = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", ONE_THREAD, str(tmp_path / "texts.json")]
+    alone = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert tokenizer.fit(texts, 640).to_str() == alone
+    assert tokenizer.fit(reversed(texts), 640).to_str() == alone
+
+
+def test_the_sample_is_capped_spread_by_weight_and_free_of_what_is_held_out(tmp_path):
+    texts = {name: [f"{name} {i:06d} " + "x" * 90 for i in range(2000)] for name in ("a", "b", "c")}
+    sources = {
+        name: write(tmp_path / f"{name}.jsonl", texts[name], weight=weight)
+        for name, weight in {"a": 1.0, "b": 3.0, "c": 0.0}.items()
+    }
+    data = data_of(sources)
+    sample, measured = tokenizer._sample(settings_of(320, sample_mb=0.08), data, print)
+    assert 0.079e6 < sum(map(len, sample)) <= 0.08e6
+    counts = {name: sum(text.startswith(name) for text in sample) for name in texts}
+    assert counts["c"] == 0 and 2.4 < counts["b"] / counts["a"] < 3.7
+    held = {text for group in texts.values() for text in group if held_out(_key(text), data.validation, data.seed)}
+    assert held.isdisjoint(sample) and held.issuperset(text for group in measured.values() for text in group)
+    assert tokenizer._sample(settings_of(320, sample_mb=0.08), data, print)[0] == sample
+    assert tokenizer._sample(settings_of(320, sample_mb=0.08, seed=1), data, print)[0] != sample
+
+
+def _key(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def test_bytes_per_token_are_reported_by_source(tmp_path):
+    lines: list[str] = []
+    data = data_of({name: write(tmp_path / f"{name}.jsonl", sentences(seed, 60)) for seed, name in enumerate("ab")})
+    made = train(settings_of(320), data, tmp_path, lines.append)
+    manifest = json.loads((made.folder / "manifest.json").read_text())
+    for seed, name in enumerate("ab"):
+        held = [t for t in sentences(seed, 60) if held_out(_key(t), data.validation, data.seed)]
+        expected = sum(map(len, held)) / sum(len(made.encode(t)) for t in held)
+        assert manifest["bytes_per_token"][name] == expected > 1
+        assert any(name in line and f"{expected:.2f} bytes per token" in line for line in lines)
+    assert manifest["seconds"] >= 0
+
+
+@pytest.mark.parametrize("harm", ["no file", "cut", "not an object", "bos", "pad", "merge", "gap", "count", "foreign"])
+def test_missing_or_contradicting_files_are_user_errors(made, tmp_path, harm):
+    for path in made.folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    inner, outer = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    content, setting = json.loads(inner.read_text()), json.loads(outer.read_text())
+    vocabulary = content["model"]["vocab"]
+    if harm == "no file":
+        outer.unlink()
+    elif harm == "cut":
+        inner.write_bytes(inner.read_bytes()[:-100])
+    elif harm == "not an object":
+        outer.write_text("[]")
+    elif harm in ("bos", "pad"):
+        outer.write_text(json.dumps(setting | {f"{harm}_token": "<|gone|>"}))
+    else:
+        if harm == "merge":  # two entries change places: equal size, another vocabulary
+            a, b = "Ġt", "he"
+            vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+        elif harm in ("gap", "foreign"):
+            last = content["model"]["merges"].pop()
+            index = vocabulary.pop("".join(last))
+            if harm == "foreign":
+                vocabulary["▁the"] = index
+        else:
+            content["added_tokens"].append(content["added_tokens"][-1] | {"id": made.vocab_size, "content": "<|more|>"})
+        inner.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=str(tmp_path)):
+        load(tmp_path)
+
+
+def test_the_digest_knows_order_bytes_and_roles():
+    tokens, control = ["<|e|>", "<|p|>", "a", "Ġ"], {0: "<|e|>", 1: "<|p|>"}
+    base = tokenizer._digest(tokens, control, {"end_of_text": 0, "pad": 1})
+    others = [
+        tokenizer._digest(["<|e|>", "<|p|>", "Ġ", "a"], control, {"end_of_text": 0, "pad": 1}),
+        tokenizer._digest(["<|e|>", "<|p|>", "aĠ", "Ġ"], control, {"end_of_text": 0, "pad": 1}),
+        tokenizer._digest(tokens, control, {"end_of_text": 1, "pad": 0}),
+        tokenizer._digest(tokens, {0: "<|e|>"}, {"end_of_text": 0, "pad": 1}),
+    ]
+    assert len({base, *others}) == 5
+    independent = b'1 5 <|e|>1 5 <|p|>0 1 a0 1  {"end_of_text": 0, "pad": 1}'
+    assert base == hashlib.sha256(independent).hexdigest()
