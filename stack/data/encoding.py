@@ -39,7 +39,8 @@ def id_dtype(num_rows: int) -> np.dtype:
 def encoder(tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
     """A function that turns pairs (item, text) into pairs (item, ids), in their order; no text, no ids.
 
-    With one worker this process encodes, on threads of the tokenizer; 0 stands for one worker a processor. UserError when a worker dies.
+    With one worker this process encodes, on the tokenizer's own threads; 0 stands for one worker a processor. UserError
+    when a worker dies.
     """
     workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     if workers == 1:

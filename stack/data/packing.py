@@ -35,6 +35,7 @@ FORMAT = 1
 SPLITS = ("train", "validation")
 _MB = 1_000_000
 _SHOW_SECONDS = 3.0
+_ESTIMATE_AFTER = 2 * _MB  # bytes of text read; before, the speed is that of starting the workers
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -468,9 +469,10 @@ class _Meter:
 
     def line(self) -> None:
         """Show where the source stands."""
-        speed = (self.read - self._before) / max(time.monotonic() - self._begin, 1e-9)
+        read = self.read - self._before
+        speed = read / max(time.monotonic() - self._begin, 1e-9)
         left = ""
-        if self._total and speed and self.read < self._total:
+        if self._total and self.read < self._total and read >= _ESTIMATE_AFTER:
             left = f", {self.read / self._total:.0%}, about {(self._total - self.read) / speed / 60:.1f} min left"
         tokens = f"{self._tokens / 1e6:.1f}M tokens"
         self._show(f"packing {self._name}: {self.read / _MB:.1f} MB, {speed / _MB:.1f} MB/s, {tokens}{left}")
