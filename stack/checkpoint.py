@@ -14,10 +14,10 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
@@ -28,9 +28,7 @@ from torch import Tensor, nn
 
 from stack import config
 from stack.config import UserError
-
-if TYPE_CHECKING:
-    from stack.tokenizer import Tokenizer
+from stack.tokenizer import Tokenizer
 
 FORMAT = 1
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -96,7 +94,12 @@ def save(
     weights = _one_copy(_plain(weights, torch.float32))
     moments = _plain(moments, None)
     assert weights[TABLE].shape[0] == tokenizer.vocab_size, "a row without a token, or a token without a row"
-    contents = _contents(model_config, tokenizer, weights, moments, state)
+    documents = {
+        CONFIG: model_settings(model_config, tokenizer),
+        GENERATION: generation_settings(tokenizer),
+        STATE: state,
+    }
+    tensors = {WEIGHTS: weights, MOMENTS: moments}
     facts = {
         "format": FORMAT,
         "step": step,
@@ -109,13 +112,15 @@ def save(
     }
     tidy(checkpoints)
     try:
-        _fill(partial, contents, tokenizer, facts)
-        verify(partial)
+        _fill(partial, documents, tensors)
+        tokenizer.save_into(partial, max_length=model_config.context)
+        _seal(partial, facts)
+        _verify_written(partial, documents, tensors)
         if final.exists():
             final.rename(_aside(final))
         partial.rename(final)
         _sync(checkpoints)
-    except (OSError, UserError) as error:
+    except (OSError, SafetensorError, UserError) as error:
         needed = sum(tensor.nbytes for tensor in [*weights.values(), *moments.values()])
         raise UserError(_not_saved(final, error, needed)) from error
     finally:
@@ -140,21 +145,6 @@ def _one_copy(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     head = weights.get(HEAD)
     assert head is None or torch.equal(head, weights[TABLE]), "the head is not the table"
     return {name: tensor for name, tensor in weights.items() if name != HEAD}
-
-
-def _contents(
-    model_config: config.Model,
-    tokenizer: Tokenizer,
-    weights: dict[str, Tensor],
-    moments: dict[str, Tensor],
-    state: dict[str, Any],
-) -> Iterator[tuple[str, bytes]]:
-    """Path and bytes of each file, one at a time: the largest one is in memory twice, never all of them."""
-    yield CONFIG, _json(model_settings(model_config, tokenizer))
-    yield GENERATION, _json(generation_settings(tokenizer))
-    yield WEIGHTS, safetensors.torch.save(weights, {"format": "pt"})
-    yield MOMENTS, safetensors.torch.save(moments, {"format": "pt"})
-    yield STATE, _json(state)
 
 
 def model_settings(model: config.Model, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -202,32 +192,39 @@ def generation_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _fill(partial: Path, contents: Iterator[tuple[str, bytes]], tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
-    """Write and sync every file of the folder, the manifest last."""
+def _fill(partial: Path, documents: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> None:
+    """Write the folder's own files."""
     (partial / "training").mkdir(parents=True)
-    files: dict[str, dict[str, Any]] = {}
-    for name, data in contents:
-        _write(partial / name, data)
-        files[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    tokenizer.save_into(partial)
-    for path in sorted(path for path in partial.iterdir() if path.is_file() and path.name not in files):
+    for name, value in documents.items():
+        (partial / name).write_bytes(_json(value))
+    for name, named in tensors.items():
+        safetensors.torch.save_file(named, partial / name, {"format": "pt"})
+
+
+def _seal(partial: Path, facts: dict[str, Any]) -> None:
+    """Write the manifest over every file in the folder, and bring all of it down to the disk."""
+    paths = sorted(path for path in partial.rglob("*") if path.is_file())
+    files = {
+        path.relative_to(partial).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)} for path in paths
+    }
+    (partial / MANIFEST).write_bytes(_json({**facts, "files": files}))
+    for path in [*partial.rglob("*"), partial]:
         _sync(path)
-        files[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
-    _write(partial / MANIFEST, _json({**facts, "files": files}))
-    _sync(partial / "training")
-    _sync(partial)
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write a new file down to the disk."""
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _verify_written(partial: Path, documents: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> None:
+    """Hold the folder against what was to be written, then against its own manifest."""
+    for name, value in documents.items():
+        if (partial / name).read_bytes() != _json(value):
+            raise _bad(partial / name, "does not read back as it was written")
+    for name, named in tensors.items():
+        if digest_tensors(safetensors.torch.load_file(partial / name)) != digest_tensors(named):
+            raise _bad(partial / name, "does not read back as it was written")
+    verify(partial)
 
 
 def _sync(path: Path) -> None:
-    """Bring a folder's entries, or a file that somebody else wrote, down to the disk."""
+    """Bring a file, or a folder's entries, down to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -244,9 +241,9 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _not_saved(final: Path, error: OSError | UserError, needed: int) -> str:
+def _not_saved(final: Path, error: Exception, needed: int) -> str:
     """What stopped a save, what it needed, and where one stands now."""
-    cause = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+    cause = getattr(error, "strerror", None) or str(error)
     last = newest(final.parent, warn=lambda line: None)  # clears the partial folder: its bytes count as free
     home = next(folder for folder in final.absolute().parents if folder.exists())
     return (
