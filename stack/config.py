@@ -31,6 +31,10 @@ class UserError(ValueError):
     """What a person can mend. Entry points print its message alone and exit with 2."""
 
 
+class EchoError(UserError):
+    """A :class:`UserError` of rank 0 as another rank raises it: told already."""
+
+
 @dataclass(frozen=True, config=_STRICT)
 class Model:
     """Shape of the decoder (Hugging Face's ``Qwen3``; ``Llama`` with ``qk_norm=false``)."""
@@ -424,8 +428,11 @@ def entry(config_name: str, job: Callable[[Config], int]) -> Callable[[], None]:
         try:
             sys.exit(job(typed(values)))
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            if not isinstance(error, EchoError):
+                print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
+        except KeyboardInterrupt:
+            sys.exit(130)
         except Exception:
             # Hydra would cut the traceback of its job short.
             traceback.print_exc()

@@ -1,0 +1,107 @@
+"""Where the memory of a training step goes: the plan, by part, before any work.
+
+What autograd keeps per token is not guessed from a formula but counted: one block runs on a few tokens while every
+tensor that is saved for the backward pass is added up. All parts are bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stack import config
+from stack.model.attention import Segments
+from stack.model.transformer import Decoder
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by part, at one micro-batch and window."""
+
+    parameters: int
+    gradients: int
+    moments: int
+    activations: int  # kept by all blocks for the backward pass
+    backward: int  # the largest gradients of activations that live at one time
+    loss: int  # chunk of logits, gradient of the table in float32, gradient of the hidden states
+    step: int  # what the optimizer needs for a moment, when activations are gone
+
+    @property
+    def peak(self) -> int:
+        """The highest point of a step."""
+        moving = max(self.activations + max(self.loss, self.backward), self.step)
+        return self.parameters + self.gradients + self.moments + moving
+
+    def lines(self) -> list[str]:
+        """One line a part, for people."""
+        parts = ("parameters", "gradients", "moments", "activations", "backward", "loss", "step")
+        return [f"{name:<12}{getattr(self, name) / 1e9:8.2f} GB" for name in (*parts, "peak")]
+
+
+def plan_memory(c: config.Config, num_rows: int, dtype: torch.dtype, micro_batch: int) -> MemoryPlan:
+    """The memory of one step of one rank, as this configuration trains (not compiled: an upper bound if it is).
+
+    Args:
+        c: the configuration.
+        num_rows: rows of the table.
+        dtype: of the GEMMs.
+        micro_batch: windows in one forward pass.
+    """
+    m, tokens = c.model, micro_batch * c.train.window
+    table = num_rows * m.d
+    matrices = 2 * m.d * m.heads * m.head_dim + 2 * m.d * m.kv_heads * m.head_dim + 3 * m.d * m.ffn
+    vectors = 2 * m.d + (2 * m.head_dim if m.qk_norm else 0)
+    hidden = m.layers * matrices
+    parameters = _FLOAT32 * (table + hidden + m.layers * vectors + m.d)
+    gemm = dtype.itemsize
+    chunk = tokens if c.train.loss == "full" else min(c.train.chunk_tokens, tokens)
+    logits = chunk * num_rows
+    # Logits and one temporary in float32, and the copy that the GEMM takes; the full way keeps the softmax as well.
+    of_logits = logits * (3 * _FLOAT32 if c.train.loss == "full" else 2 * _FLOAT32)
+    of_logits += logits * gemm if dtype != torch.float32 else 0
+    return MemoryPlan(
+        parameters=parameters,
+        gradients=parameters,
+        moments=parameters * 2 - (_FLOAT32 * hidden if c.optim.kind == "muon" else 0),
+        activations=m.layers * tokens * _saved_per_token(m, dtype) + 2 * _FLOAT32 * tokens * m.d,
+        backward=tokens * (3 * m.ffn + 2 * m.d) * _FLOAT32,
+        loss=of_logits
+        + table * (_FLOAT32 + (gemm if dtype != torch.float32 else 0))
+        + tokens * m.d * (_FLOAT32 + gemm),
+        # Muon stacks the matrices of one shape; gate_proj and up_proj of all layers are the largest stack.
+        step=2 * m.layers * m.d * m.ffn * (_FLOAT32 + 3 * gemm) if c.optim.kind == "muon" else 0,
+    )
+
+
+def largest_micro_batch(c: config.Config, num_rows: int, dtype: torch.dtype, free: int) -> int:
+    """The most windows whose plan fits into ``free`` bytes; 0 where none does."""
+    fits = 0
+    while fits < c.train.global_batch and plan_memory(c, num_rows, dtype, fits + 1).peak <= free:
+        fits += 1
+    return fits
+
+
+def _saved_per_token(m: config.Model, dtype: torch.dtype, tokens: int = 64) -> int:
+    """Bytes that one block keeps per token for its backward pass."""
+    shape = config.Model(**{**m.__dict__, "layers": 1})
+    model = Decoder(shape, 64)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own and x.numel() >= tokens:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    alone = Segments(((tokens,),), tokens, ids.device, "segments")
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+    with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model.hidden(ids, torch.arange(tokens)[None], alone).sum()
+    weights = sum(p.numel() * dtype.itemsize for p in model.model.layers[0].parameters() if p.dim() == 2)
+    cast = weights if dtype == torch.bfloat16 else 0  # autocast's copies of the weights are no activations
+    return max(0, sum(saved.values()) - cast) // tokens

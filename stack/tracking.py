@@ -1,0 +1,105 @@
+"""What a run writes and shows: ``metrics.jsonl``, the record that survives every death, and the terminal.
+
+A row of ``metrics.jsonl`` is one JSON object with ``step`` and ``tokens``; keys are ``SECTION/NAME``. Everything
+that depends on the clock or the machine stands in the sections ``time/``, ``throughput/`` and ``memory/``; the
+other sections are equal between a run that was stopped and one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+MEASURED = ("time/", "throughput/", "memory/")  # sections that two equal runs need not share
+
+
+class Metrics:
+    """``metrics.jsonl``, append-only. ``offset`` bytes of it belong to a checkpoint; what lies beyond is moved away.
+
+    Args:
+        folder: the run's.
+        offset: bytes that stay, as the checkpoint that is resumed says; 0 for a new run.
+    """
+
+    def __init__(self, folder: Path, offset: int):
+        self.path = folder / "metrics.jsonl"
+        with open(self.path, "a+b") as file:
+            file.seek(0)
+            data = file.read()
+            if beyond := data[offset:]:
+                with open(folder / "metrics.discarded.jsonl", "ab") as discarded:
+                    discarded.write(beyond if beyond.endswith(b"\n") else beyond + b"\n")
+                    discarded.flush()
+                    os.fsync(discarded.fileno())
+                file.truncate(offset)
+        self._file = open(self.path, "ab")  # noqa: SIM115  closed by close()
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends one row. A number that is not finite is written as the string of it, as JSON has none."""
+        safe = {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in row.items()}
+        self._file.write(json.dumps(safe, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def offset(self) -> int:
+        """Bytes written so far, safe on disk."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class Display:
+    """The terminal: a live line where there is one, a plain line every few seconds in a pipe or a log file.
+
+    Only rank 0 speaks.
+    """
+
+    def __init__(self, on: bool, *, every_s: float = 10.0):
+        self.on = on
+        self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self.every_s = every_s
+        self._live: Progress | None = None
+        self._last = -every_s
+
+    def show(self, line: str) -> None:
+        """One line."""
+        if self.on:
+            self.console.print(line, markup=False)
+
+    def start(self, done: int, steps: int) -> None:
+        """Begins to show progress at step ``done`` of ``steps``."""
+        if self.on and self.console.is_terminal:
+            columns = (BarColumn(bar_width=20), TextColumn("{task.completed}/{task.total} {task.description}"))
+            self._live = Progress(*columns, console=self.console)
+            self._live.start()
+            self._task = self._live.add_task("", total=steps, completed=done)
+
+    def step(self, done: int, steps: int, line: str) -> None:
+        """Shows where a run is; in a pipe only so often."""
+        if self._live is not None:
+            self._live.update(self._task, completed=done, description=line)
+        elif self.on and (time.monotonic() - self._last >= self.every_s or done == steps):
+            self._last = time.monotonic()
+            self.show(f"step {done}/{steps}  {line}")
+
+    def stop(self) -> None:
+        """Ends the live line."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def duration(seconds: float) -> str:
+    """``3:07`` or ``2:03:07``."""
+    minutes, s = divmod(round(seconds), 60)
+    h, m = divmod(minutes, 60)
+    return f"{h}:{m:02}:{s:02}" if h else f"{m}:{s:02}"
