@@ -1,0 +1,106 @@
+"""Hold a finished run against two others: Hugging Face's transformers on the same folder, and xz on the same text.
+
+    python scripts/check_model.py runs/laptop
+
+reads the newest checkpoint of the run with ``AutoModelForCausalLM``, computes the validation bits per byte from
+transformers' own logits, one document piece at a time, and compares it with the run's own figure. ``xz -9``
+compresses the held-out text, which says what a compressor that learned no English needs. The result is kept in
+``runs/NAME/check.json``; a second call for the same checkpoint prints it.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from stack import checkpoint, tokenizer
+from stack.config import UserError
+from stack.data.batches import IGNORED, Windows, in_order
+from stack.data.packing import open_packed
+from stack.run_folder import read_config
+
+TOLERANCE = 1e-4  # bits per byte
+
+
+def main(run: Path) -> int:
+    """Prints the table; returns 0 if both figures agree, 1 if not, 2 if there is nothing to check."""
+    folder = checkpoint.newest(run / "checkpoints", print, owner=False)
+    saved = read_config(run)
+    if folder is None or saved is None:
+        raise UserError(f"{run}: there is no finished checkpoint to check; train first: python -m stack.train")
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    key = manifest["files"]["model.safetensors"]["sha256"]
+    kept = run / "check.json"
+    if kept.exists() and (result := json.loads(kept.read_bytes()))["model"] == key:
+        return report(run, folder, manifest, result)
+    split = open_packed(Path(manifest["identity"]["packed_folder"])).split("validation")
+    words = tokenizer.load(folder)
+    windows = in_order(split, saved[0]["train"]["window"], words.pad)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    print(f"checking {folder} with transformers: {split.num_targets:,} targets", flush=True)
+    ours = json.loads((folder / "training/state.json").read_bytes())["last"]["bits_per_byte"]
+    text = [
+        words.decode(split.ids(start + 1, length - 1))
+        for start, length in zip(split.starts, split.lengths, strict=True)
+    ]
+    result = {
+        "model": key,
+        "ours": ours,
+        "transformers": total_nats(model, windows) / (math.log(2) * split.num_bytes),
+        "xz": 8 * len(lzma.compress("".join(text).encode(), preset=9)) / split.num_bytes,
+        "bytes": split.num_bytes,
+    }
+    kept.write_text(json.dumps(result, indent=1) + "\n")
+    return report(run, folder, manifest, result)
+
+
+@torch.no_grad()
+def total_nats(model: torch.nn.Module, windows: Windows) -> float:
+    """Sum of the losses of all targets, every segment of every window as a sequence of its own."""
+    pieces = []
+    for number in range(windows.num_windows):
+        batch = windows.batch([number])
+        used = sum(batch.lengths[0])
+        ids, targets = (x[0, :used].split(batch.lengths[0]) for x in (batch.ids, batch.targets))
+        pieces += zip(ids, targets, strict=True)
+    pieces.sort(key=lambda piece: len(piece[0]))
+    nats = 0.0
+    for start in range(0, len(pieces), 16):
+        some = pieces[start : start + 16]
+        # Padding stands on the right, where a causal model does not look back from.
+        ids = torch.nn.utils.rnn.pad_sequence([i for i, _ in some], batch_first=True)
+        targets = torch.nn.utils.rnn.pad_sequence([t for _, t in some], batch_first=True, padding_value=IGNORED)
+        logits = model(ids).logits.flatten(0, 1)
+        nats += torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum").item()
+    return nats
+
+
+def report(run: Path, folder: Path, manifest: dict, result: dict) -> int:
+    """The table, and where everything lies."""
+    same = abs(result["ours"] - result["transformers"]) <= TOLERANCE
+    print(f"\nvalidation, bits per byte of {result['bytes'] / 1e6:.2f} MB held-out text")
+    print(f"  this run              {result['ours']:.4f}")
+    verdict = "equal" if same else "DIFFERENT"
+    print(f"  by transformers       {result['transformers']:.4f}  ({verdict} to {TOLERANCE})")
+    print(f"  xz -9, for comparison {result['xz']:.4f}")
+    print("\nwhere everything lies")
+    print(f"  model     {folder}  (any Hugging Face tool opens it)")
+    print(f"  metrics   {run}/metrics.jsonl, settings {run}/config.yaml")
+    print(f"  data      {manifest['identity']['packed_folder']}, corpus data/corpus")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python scripts/check_model.py runs/NAME")
+    try:
+        sys.exit(main(Path(sys.argv[1])))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
