@@ -1,0 +1,38 @@
+"""LAWS.md names tests that exist and run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+LAWS = (TESTS / "LAWS.md").read_text(encoding="utf-8")
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", LAWS)))
+NOT_RUN = {"slow", "mutation", "skip", "skipif", "xfail"}
+
+
+@pytest.mark.parametrize(("file", "name"), NAMED)
+def test_a_named_test_exists_and_runs_by_default(file: str, name: str) -> None:
+    path = TESTS.parent / file
+    assert path.exists(), f"LAWS.md names {file}, which is not there"
+    found = [
+        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name == name
+    ]
+    assert len(found) == 1, f"LAWS.md names {file}::{name}, which is not there"
+    marks = {
+        node.attr
+        for decorator in found[0].decorator_list
+        for node in ast.walk(decorator)
+        if isinstance(node, ast.Attribute)
+    }
+    assert not marks & NOT_RUN, f"{file}::{name} does not run by default: {marks & NOT_RUN}"
+    assert "pytestmark" not in path.read_text(), f"{file} marks all of its tests"
+
+
+@pytest.mark.parametrize("law", ["1", "2", "3", "4", "5", "8", "10"])
+def test_every_law_of_these_parts_has_a_test(law: str) -> None:
+    rows = [line for line in LAWS.splitlines() if line.startswith(f"| {law} |")]
+    assert rows and all("::" in row for row in rows), f"law {law} has no test in LAWS.md"
