@@ -67,7 +67,8 @@ def validate(
             continue
         batch = windows.batch(range(start, min(start + micro_batch, windows.num_windows)))
         ids, positions, segments, targets = to_device(batch, device)
-        nats += model(ids, positions, segments, targets, loss).double().cpu()
+        with model.uncompiled():
+            nats += model(ids, positions, segments, targets, loss).double().cpu()
         count += batch.num_targets
     nats_sum, count_sum = ranks.sum(nats.item(), count)
     return Validation(nats_sum, int(count_sum), num_bytes)

@@ -8,6 +8,8 @@ segments of each batch: the halves have fixed shapes and can be compiled, attent
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -157,6 +159,16 @@ class Decoder(nn.Module):
         """Compiles the two halves of a block; every layer runs the same code."""
         self.before = torch.compile(Block.before, dynamic=False)
         self.after = torch.compile(Block.after, dynamic=False)
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Runs the blocks as they are written: for shapes and modes that come too seldom to compile them for."""
+        compiled = self.before, self.after
+        self.before, self.after = Block.before, Block.after
+        try:
+            yield
+        finally:
+            self.before, self.after = compiled
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine ``[B, T, 1, head_dim / 2]`` float32 of positions ``[B, T]`` int64, whatever autocast says."""
