@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 Implementation = Literal["full", "checkpoint", "fused"]
 Reduction = Literal["sum", "mean", "none"]
@@ -131,78 +130,68 @@ class _Chunked(torch.autograd.Function):
         cap: float | None,
         fused: bool,
     ) -> Tensor:
-        h, w = hidden.to(dtype), weight.to(dtype)
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        grads = _Gradients(h, w) if fused and wanted else None
-        losses, lses = [], []
-        for part in _chunks(len(ids), chunk):
-            logits = _logits(h[part], w, cap)
-            lse = torch.logsumexp(logits, -1)
-            target = logits.gather(-1, ids[part, None]).squeeze(-1)
-            losses.append((lse - target + z * lse.square() if z else lse - target) * supervised[part])
-            lses.append(lse)
-            if grads is not None:
-                grads.add(part, logits, lse, ids[part], supervised[part].to(lse.dtype), z, cap)
-            del logits
-        ctx.fused, ctx.chunk, ctx.z, ctx.cap, ctx.dtype = fused, chunk, z, cap, dtype
-        if fused and wanted:
-            ctx.save_for_backward(grads.hidden.to(hidden.dtype), grads.weight.to(weight.dtype))
-        elif wanted:
-            ctx.save_for_backward(hidden, weight, ids, supervised, _cat(lses, h))
-        return _cat(losses, h)
+        upstream = supervised if fused and wanted else None
+        losses, *grads = _walk(hidden, weight, ids, upstream, dtype, chunk, z, cap)
+        ctx.fused, ctx.settings = fused, (dtype, chunk, z, cap)
+        ctx.save_for_backward(*(grads if fused else (hidden, weight, ids, supervised)))
+        return losses * supervised
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        rest = (None,) * 7
+        if torch.is_grad_enabled():  # under create_graph; once_differentiable would return constants in silence
+            raise ValueError("impl='checkpoint' and impl='fused' have no second derivative; use impl='full'")
         if ctx.fused:
-            hidden_grad, weight_grad = ctx.saved_tensors
             factor = upstream[:1].sum()  # one number for all tokens: the losses are summed
-            return hidden_grad * factor, weight_grad * factor, *rest
-        hidden, weight, ids, supervised, lse = ctx.saved_tensors
-        h, w = hidden.to(ctx.dtype), weight.to(ctx.dtype)
-        grads = _Gradients(h, w)
-        for part in _chunks(len(ids), ctx.chunk):
-            logits = _logits(h[part], w, ctx.cap)
-            grads.add(part, logits, lse[part], ids[part], upstream[part] * supervised[part], ctx.z, ctx.cap)
-            del logits
-        return grads.hidden.to(hidden.dtype), grads.weight.to(weight.dtype), *rest
-
-
-class _Gradients:
-    """The two gradients while chunks are added: hidden ``[N, d]`` in the GEMM's dtype, weight ``[V, d]`` float32."""
-
-    def __init__(self, h: Tensor, w: Tensor):
-        self.h, self.w = h, w
-        self.hidden = torch.empty_like(h)
-        self.weight = torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
-
-    def add(
-        self, part: slice, logits: Tensor, lse: Tensor, ids: Tensor, upstream: Tensor, z: float, cap: float | None
-    ) -> None:
-        """Adds one chunk; overwrites ``logits`` where no cap needs them."""
-        slope = None if cap is None else 1 - (logits / cap).square()
-        p = logits.sub_(lse[:, None]).exp_()
-        p.mul_((upstream * (1 + 2 * z * lse) if z else upstream)[:, None])
-        p.scatter_add_(-1, ids[:, None], -upstream[:, None])
-        if slope is not None:
-            p.mul_(slope)
-        p = p.to(self.h.dtype)
-        torch.mm(p, self.w, out=self.hidden[part])
-        if p.dtype == self.weight.dtype:
-            self.weight.addmm_(p.t(), self.h[part])
+            hidden_grad, weight_grad = (grad * factor for grad in ctx.saved_tensors)
         else:
-            self.weight += p.t() @ self.h[part]
+            hidden, weight, ids, supervised = ctx.saved_tensors
+            _, hidden_grad, weight_grad = _walk(hidden, weight, ids, upstream * supervised, *ctx.settings)
+        return hidden_grad, weight_grad, *(None,) * 7
 
 
-def _logits(h: Tensor, w: Tensor, cap: float | None) -> Tensor:
-    logits = _accurate(h @ w.t())
-    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-
-def _chunks(count: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def _cat(parts: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat(parts) if parts else _accurate(like.new_zeros(0))
+def _walk(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    upstream: Tensor | None,
+    dtype: torch.dtype,
+    chunk: int,
+    z: float,
+    cap: float | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Losses ``[N]``, and the gradients of ``(losses * upstream).sum()`` unless ``upstream`` is None."""
+    h, w = hidden.to(dtype), weight.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    losses = h.new_empty(len(h), dtype=wide)
+    if upstream is not None:
+        hidden_grad, weight_grad = torch.empty_like(h), torch.zeros_like(w, dtype=wide)
+    # One buffer for the logits of every chunk, overwritten step by step: fresh pages cost a CPU as much as arithmetic.
+    room = h.new_empty(min(chunk, len(h)), len(w))
+    for start in range(0, len(h), chunk):
+        part = slice(start, start + chunk)
+        some, target = h[part], ids[part, None]
+        product = torch.mm(some, w.t(), out=room[: len(some)])
+        x = product.to(wide)
+        if cap is not None:
+            slope = 1 - x.div_(cap).tanh_().square()
+            x.mul_(cap)
+        top = x.amax(-1, keepdim=True)
+        own = x.sub_(top).gather(-1, target)
+        total = x.exp_().sum(-1, keepdim=True)
+        lse = top + total.log()
+        losses[part] = (total.log() - own + z * lse.square())[:, 0]
+        if upstream is None:
+            continue
+        u = upstream[part, None].to(wide)
+        x.mul_(u * (1 + 2 * z * lse) / total).scatter_add_(-1, target, -u)
+        if cap is not None:
+            x.mul_(slope)
+        torch.mm(product.copy_(x), w, out=hidden_grad[part])
+        if dtype == wide:
+            weight_grad.addmm_(product.t(), some)
+        else:
+            weight_grad += product.t() @ some
+    if upstream is None:
+        return losses, None, None
+    return losses, hidden_grad.to(hidden.dtype), weight_grad.to(weight.dtype)
