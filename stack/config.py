@@ -9,22 +9,34 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-_STRICT = ConfigDict(extra="forbid")
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 _HERE = Path(__file__).resolve().parent
 # The configurations stand beside the package in a checkout and inside it in a wheel.
 CONF = str(next(folder for folder in (_HERE / "conf", _HERE.parent / "conf") if folder.is_dir()))
+
+
+MIN_VOCABULARY = 320  # 256 bytes and two control tokens, up to a multiple of 64
+LENGTHS = ("steps", "tokens", "minutes", "epochs")  # of train; exactly one is given
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean
 
 
 class UserError(ValueError):
@@ -39,19 +51,19 @@ class EchoError(UserError):
 class Model:
     """Shape of the decoder (Hugging Face's ``Qwen3``; ``Llama`` with ``qk_norm=false``)."""
 
-    layers: int
-    d: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    context: int
-    rope_theta: float
-    norm_eps: float
+    layers: Count
+    d: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]  # the rotation takes pairs
+    ffn: Count
+    context: Count
+    rope_theta: Positive
+    norm_eps: Positive
     qk_norm: bool
-    init_std: float
+    init_std: NotNegative
     zero_init: bool  # output projections (o_proj, down_proj) start at zero instead of init_std / sqrt(2 * layers)
-    softcap: float | None  # logits become softcap * tanh(logits / softcap); native only
+    softcap: Positive | None  # logits become softcap * tanh(logits / softcap); native only
     scale_input: bool  # hidden states enter as sqrt(d) * row; native only
 
     @property
@@ -65,8 +77,8 @@ class Tokenizer:
     """How the byte-level BPE is trained, or which finished folder is taken."""
 
     name: str
-    vocab_size: int
-    sample_mb: float  # at most this much text is sampled for training, spread over the sources by weight
+    vocab_size: Annotated[int, Field(ge=MIN_VOCABULARY, multiple_of=64)]  # as the table's rows are
+    sample_mb: Positive  # at most this much text is sampled for training, spread over the sources by weight
     seed: int
     folder: str | None  # take this tokenizer and train none
 
@@ -89,8 +101,8 @@ class Source:
     files: tuple[str, ...] = ()
     hub: Hub | None = None
     text: str = "text"  # the field that holds the text
-    weight: float = 1.0  # a document is packed floor(weight) times, plus once more by a seeded coin
-    max_mb: float | None = None  # stop reading after this much text (MB of UTF-8)
+    weight: NotNegative = 1.0  # a document is packed floor(weight) times, plus once more by a seeded coin
+    max_mb: Positive | None = None  # stop reading after this much text (MB of UTF-8)
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -114,10 +126,12 @@ class Data:
     hub: HubFlags
     text: str
     on_bad_row: Literal["skip", "error"]
-    validation: float  # share of the documents that is held out, by a stable hash of the text
+    validation: Annotated[
+        float, Field(gt=0, lt=1)
+    ]  # share of the documents that is held out, by a stable hash of the text
     seed: int
-    workers: int  # processes that encode; 0: one per processor
-    shard_mb: float  # size at which a shard is closed
+    workers: Natural  # processes that encode; 0: one per processor
+    shard_mb: Positive  # size at which a shard is closed
     packed: str | None  # train on this packed folder and pack none
 
     def resolved_sources(self) -> dict[str, Source]:
@@ -135,17 +149,17 @@ class Optim:
     """AdamW for every parameter, or Muon for the hidden matrices and AdamW for the rest."""
 
     kind: Literal["muon", "adamw"]
-    lr: float  # AdamW's
-    matrix_lr: float  # Muon's, on AdamW's scale (the RMS of an update is 0.2 lr)
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float  # of hidden matrices; the table, the norms and all one-dimensional ones take table_decay
-    table_decay: float
-    momentum: float
-    momentum_start: float  # Muon's momentum rises from here …
-    momentum_warmup: int  # … over this many steps
-    ns_steps: int
+    lr: Positive  # AdamW's
+    matrix_lr: Positive  # Muon's, on AdamW's scale (the RMS of an update is 0.2 lr)
+    beta1: Decay
+    beta2: Decay
+    eps: Positive
+    weight_decay: NotNegative  # of hidden matrices; the table, the norms and all one-dimensional ones take table_decay
+    table_decay: NotNegative
+    momentum: Decay
+    momentum_start: Decay  # Muon's momentum rises from here …
+    momentum_warmup: Natural  # … over this many steps
+    ns_steps: Count
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -153,54 +167,54 @@ class Schedule:
     """The factor of every learning rate at step s."""
 
     kind: Literal["wsd", "cosine", "constant"]
-    warmup: int  # steps
-    decay: float  # share of all steps (wsd)
+    warmup: Natural  # steps
+    decay: Share  # share of all steps (wsd)
     shape: Literal["linear", "sqrt"]  # of the decay (wsd): 1 - x, or 1 - sqrt(x)
-    final: float  # factor at the end
+    final: Share  # factor at the end
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Train:
     """One optimizer step and how many of them."""
 
-    steps: int | None
-    tokens: float | None
-    minutes: float | None
-    epochs: float | None
-    window: int  # tokens
-    global_batch: int  # windows in a step, over all ranks
-    micro_batch: int  # windows in one forward pass of one rank
-    clip: float  # largest gradient norm; 0: no clipping
-    z_loss: float
+    steps: Count | None
+    tokens: Positive | None
+    minutes: Positive | None
+    epochs: Positive | None
+    window: Annotated[int, Field(ge=2)]  # tokens
+    global_batch: Count  # windows in a step, over all ranks
+    micro_batch: Count  # windows in one forward pass of one rank
+    clip: NotNegative  # largest gradient norm; 0: no clipping
+    z_loss: NotNegative
     loss: Literal["full", "checkpoint", "fused"]
-    chunk_tokens: int
-    max_bad_steps: int
+    chunk_tokens: Count
+    max_bad_steps: Count
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Evaluate:
     """Validation on the whole held-out split; always at the end as well."""
 
-    every: int  # steps; 0: only at the end
-    micro_batch: int  # windows in one forward pass
+    every: Natural  # steps; 0: only at the end
+    micro_batch: Count  # windows in one forward pass
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Sample:
     """Texts that the model continues, to look at."""
 
-    every: int  # steps; 0: only at the end
+    every: Natural  # steps; 0: only at the end
     prompts: tuple[str, ...]
-    tokens: int
-    temperature: float
+    tokens: Count
+    temperature: NotNegative
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Checkpoint:
     """When a checkpoint is written and which ones stay."""
 
-    every: int  # steps; 0: only at the end and on a signal
-    keep: int  # newest ones that stay, beside the best
+    every: Natural  # steps; 0: only at the end and on a signal
+    keep: Count  # newest ones that stay, beside the best
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -214,7 +228,7 @@ class Parallel:
 class Track:
     """What is shown and written while training."""
 
-    every: int  # steps between two lines of metrics.jsonl
+    every: Count  # steps between two lines of metrics.jsonl
     progress: bool
 
 
@@ -294,124 +308,44 @@ def _keys_at(path: list[str]) -> list[str]:
 
 
 def problems(c: Config) -> list[str]:
-    """Every contradiction between settings, one line each, each naming the flag to change."""
-    found: list[str] = []
-
-    def need(holds: bool, line: str) -> None:
-        if not holds:
-            found.append(line)
-
-    m, t, o, s, d = c.model, c.train, c.optim, c.schedule, c.data
-    for flag, value in (
-        ("model.layers", m.layers),
-        ("model.d", m.d),
-        ("model.heads", m.heads),
-        ("model.kv_heads", m.kv_heads),
-        ("model.ffn", m.ffn),
-        ("train.global_batch", t.global_batch),
-        ("train.micro_batch", t.micro_batch),
-        ("train.chunk_tokens", t.chunk_tokens),
-        ("train.max_bad_steps", t.max_bad_steps),
-        ("evaluate.micro_batch", c.evaluate.micro_batch),
-        ("sample.tokens", c.sample.tokens),
-        ("checkpoint.keep", c.checkpoint.keep),
-        ("track.every", c.track.every),
-        ("optim.ns_steps", o.ns_steps),
-    ):
-        need(value >= 1, f"{flag}={value}: must be at least 1")
-    for flag, value in (
-        ("train.clip", t.clip),
-        ("train.z_loss", t.z_loss),
-        ("optim.weight_decay", o.weight_decay),
-        ("optim.table_decay", o.table_decay),
-        ("optim.momentum_warmup", o.momentum_warmup),
-        ("schedule.warmup", s.warmup),
-        ("evaluate.every", c.evaluate.every),
-        ("sample.every", c.sample.every),
-        ("sample.temperature", c.sample.temperature),
-        ("checkpoint.every", c.checkpoint.every),
-        ("data.workers", d.workers),
-    ):
-        need(value >= 0, f"{flag}={value}: must not be negative")
-    for flag, value in (
-        ("optim.lr", o.lr),
-        ("optim.matrix_lr", o.matrix_lr),
-        ("optim.eps", o.eps),
-        ("data.shard_mb", d.shard_mb),
-        ("tokenizer.sample_mb", c.tokenizer.sample_mb),
-        ("model.rope_theta", m.rope_theta),
-        ("model.norm_eps", m.norm_eps),
-        ("model.softcap", 1.0 if m.softcap is None else m.softcap),
-    ):
-        need(value > 0, f"{flag}={value}: must be greater than 0")
-    for flag, value in (
-        ("optim.beta1", o.beta1),
-        ("optim.beta2", o.beta2),
-        ("optim.momentum", o.momentum),
-        ("optim.momentum_start", o.momentum_start),
-    ):
-        need(0 <= value < 1, f"{flag}={value}: must lie in [0, 1)")
-    need(
-        0 < d.validation < 1,
-        f"data.validation={d.validation}: must lie between 0 and 1; it is a share of the documents",
-    )
-    need(0 <= s.decay <= 1, f"schedule.decay={s.decay}: must lie in [0, 1]; it is a share of all steps")
-    need(0 <= s.final <= 1, f"schedule.final={s.final}: must lie in [0, 1]")
-    if m.kv_heads >= 1:
-        need(
+    """Every contradiction between settings that are each valid, one line each, naming the flag to change."""
+    m, t, sources = c.model, c.train, c.data.resolved_sources()
+    lengths = {f"train.{key}": getattr(t, key) for key in LENGTHS}
+    given = [f"{flag}={value}" for flag, value in lengths.items() if value is not None]
+    checks = [
+        (
             m.heads % m.kv_heads == 0,
             f"model.heads={m.heads} is not a multiple of model.kv_heads={m.kv_heads}; change one of them",
-        )
-    need(m.head_dim >= 2 and m.head_dim % 2 == 0, f"model.head_dim={m.head_dim}: must be even, for the rotation")
-    need(t.window >= 2, f"train.window={t.window}: must be at least 2")
-    need(
-        t.window <= m.context,
-        f"train.window={t.window} is longer than model.context={m.context}; lower the one or raise the other",
-    )
-    lengths = {f"train.{key}": getattr(t, key) for key in LENGTHS}
-    given = {flag: value for flag, value in lengths.items() if value is not None}
-    if len(given) != 1:
-        have = ", ".join(f"{flag}={value}" for flag, value in given.items()) or "none"
-        found.append(
-            f"exactly one of {', '.join(lengths)} says how long to train (here: {have}); set the others to null"
-        )
-    for flag, value in given.items():
-        need(value > 0, f"{flag}={value}: must be greater than 0")
-    need(
-        c.tokenizer.vocab_size >= MIN_VOCABULARY,
-        f"tokenizer.vocab_size={c.tokenizer.vocab_size}: must be at least {MIN_VOCABULARY} "
-        "(256 bytes and two control tokens, up to a multiple of 64)",
-    )
-    need(
-        c.tokenizer.vocab_size % 64 == 0,
-        f"tokenizer.vocab_size={c.tokenizer.vocab_size}: must be a multiple of 64, as the table's rows are",
-    )
-    for flag, name in (("name", c.name), ("tokenizer.name", c.tokenizer.name), ("data.name", d.name)):
-        need(
+        ),
+        (
+            t.window <= m.context,
+            f"train.window={t.window} is longer than model.context={m.context}; lower the one or raise the other",
+        ),
+        (
+            len(given) == 1,
+            f"exactly one of {', '.join(lengths)} says how long to train (here: {', '.join(given) or 'none'}); "
+            "set the others to null",
+        ),
+        (
+            bool(sources) or c.data.packed is not None,
+            "no text: give data.files='[a.txt]', data.hub.path=NAME or a data group",
+        ),
+    ]
+    checks += [
+        (
             name not in ("", ".", "..") and "/" not in name and "\\" not in name,
             f"{flag}={name!r}: must be the plain name of one folder",
         )
-    need(
-        c.resume is None or c.branch is None,
-        f"resume={c.resume} and branch={c.branch} exclude each other: resume goes on, branch starts a new run",
-    )
-    sources = d.resolved_sources()
-    need(
-        bool(sources) or d.packed is not None, "no text: give data.files='[a.txt]', data.hub.path=NAME or a data group"
-    )
-    for key, source in sources.items():
-        flag = f"data.sources.{key}"
-        need(
+        for flag, name in (("name", c.name), ("tokenizer.name", c.tokenizer.name), ("data.name", c.data.name))
+    ]
+    checks += [
+        (
             bool(source.files) != (source.hub is not None),
-            f"{flag}: give either files or hub (here: files={list(source.files)}, hub={source.hub})",
+            f"data.sources.{key}: give either files or hub (here: files={list(source.files)}, hub={source.hub})",
         )
-        need(source.weight >= 0, f"{flag}.weight={source.weight}: must not be negative")
-        need(source.max_mb is None or source.max_mb > 0, f"{flag}.max_mb={source.max_mb}: must be greater than 0")
-    return found
-
-
-LENGTHS = ("steps", "tokens", "minutes", "epochs")  # of train; exactly one is given
-MIN_VOCABULARY = 320
+        for key, source in sources.items()
+    ]
+    return [line for holds, line in checks if not holds]
 
 
 def entry(config_name: str, job: Callable[[Config], int]) -> Callable[[], None]:
@@ -420,28 +354,41 @@ def entry(config_name: str, job: Callable[[Config], int]) -> Callable[[], None]:
     ``job`` returns the exit code. A :class:`UserError`, and what Hydra finds wrong with the command line, print one
     message and exit with 2; any other exception keeps its traceback and exits with 1.
     """
-    composed = False
+    code: int | None = None  # None: Hydra did not come to the job
 
     def run(values: DictConfig) -> None:
-        nonlocal composed
-        composed = True
+        nonlocal code
+        code = 1
         try:
-            sys.exit(job(typed(values)))
+            code = job(typed(values))
         except UserError as error:
             if not isinstance(error, EchoError):
-                print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+                rank = os.environ.get("RANK", "0")
+                print(f"error: {error}" if rank == "0" else f"rank {rank}: error: {error}", file=sys.stderr)
+            code = 2
         except KeyboardInterrupt:
-            sys.exit(130)
+            print("interrupted; the same command goes on from what is finished", file=sys.stderr)
+            code = 130
         except Exception:
-            # Hydra would cut the traceback of its job short.
-            traceback.print_exc()
-            sys.exit(1)
+            traceback.print_exc()  # Hydra would cut it short
 
     def main() -> None:
+        nonlocal code
+        sys.argv[1:] = [_left_to_us(argument) for argument in sys.argv[1:]]
         try:
             hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(run)()
         except SystemExit as stop:
-            sys.exit(2 if stop.code == 1 and not composed else stop.code)
+            code = 2 if code is None and stop.code else stop.code
+        sys.exit(code)
 
     return main
+
+
+def _left_to_us(argument: str) -> str:
+    """``KEY=VALUE`` as ``++KEY=VALUE``, which Hydra takes whatever KEY is.
+
+    So a misspelt key reaches :func:`typed`, which knows what was meant and tells all problems together.
+    """
+    key, equal, _ = argument.partition("=")
+    ours = bool(equal) and re.fullmatch(r"\w+(\.\w+)*", key) and not key.startswith("hydra.")
+    return f"++{argument}" if ours and not (Path(CONF) / key).is_dir() else argument

@@ -1,30 +1,31 @@
 """A run's folder: who may work in it, which settings it was started with, and where it goes on.
 
 ``runs/NAME`` holds ``config.yaml``, ``metrics.jsonl``, ``.lock`` and ``checkpoints/``. One live job a folder: the
-lock is the kernel's, so it goes when its holder dies, however it dies.
+lock is the kernel's, so it goes when its holder dies, however it dies. Everything here is done by rank 0.
 """
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from stack import checkpoint
-from stack.config import Config, UserError, plain
+from stack.config import LENGTHS, Config, UserError, plain
 from stack.distributed import Ranks
 
-# What may change when a run goes on: who computes and how it is shown, and a later end. Anything else would make
-# a run that no single configuration describes.
+# What may change when a run goes on: who computes and how it is shown, when something is looked at, and a later end.
+# Anything else would make a run that no single configuration describes.
 FREE = (
     "resume",
-    "branch",
     "runs_dir",
     "data_dir",
     "device",
@@ -36,25 +37,42 @@ FREE = (
     "evaluate",
     "train.micro_batch",
     "train.max_bad_steps",
-    "train.steps",
-    "train.tokens",
-    "train.minutes",
-    "train.epochs",
     "data.workers",
+    *(f"train.{key}" for key in LENGTHS),
 )
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on; JSON values, so that rank 0 can tell the others."""
+
+    checkpoint: str | None = None  # whose weights and moments come first
+    branched: bool = False  # that one is another run's
+    step: int = 0  # of it
+    steps: int | None = None  # the end, where an earlier start fixed it and the length asked for is the same
+
+    @property
+    def finished(self) -> bool:
+        """True where nothing is left to do."""
+        return self.steps is not None and not self.branched and self.step >= self.steps
+
+
+def folder_of(config: Config) -> Path:
+    """``runs/NAME``."""
+    return Path(config.runs_dir) / config.name
 
 
 @contextmanager
 def locked(folder: Path, ranks: Ranks) -> Iterator[None]:
     """Rank 0 holds ``folder/.lock``; :class:`UserError` with the host and process of the job that has it already."""
     with ExitStack() as held:
-        ranks.on_main(lambda: _take(folder, held))
+        ranks.on_main(lambda: _lock(folder, held))
         yield
 
 
-def _take(folder: Path, held: ExitStack) -> None:
+def _lock(folder: Path, held: ExitStack) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    file = held.enter_context(open(folder / ".lock", "a+"))
+    file = held.enter_context(open(folder / ".lock", "a+"))  # noqa: SIM115  closed, and so unlocked, by locked()
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -68,29 +86,77 @@ def _take(folder: Path, held: ExitStack) -> None:
     file.flush()
 
 
-def write_config(folder: Path, config: Config, resolved: dict[str, Any]) -> None:
-    """Writes ``config.yaml``: the settings, and under ``resolved`` what was fixed from them, as the number of steps."""
+def start_of(folder: Path, config: Config, show: Callable[[str], None]) -> Start:
+    """The checkpoint to go on from: ``resume=``, else the newest good one here, else ``branch=``, else none.
+
+    Raises:
+        UserError: settings changed that must not, or the checkpoint that is asked for is not there or not whole.
+    """
+    saved = read_config(folder)
+    if saved is not None:
+        _check_unchanged(folder, saved, config)
+    own = folder / "checkpoints"
+    path = checkpoint.newest(own, show) if config.resume is None and own.exists() else None
+    if config.resume is not None:
+        path = Path(config.resume)
+        if path.resolve().parent != own.resolve():
+            raise UserError(
+                f"resume={path} is not a checkpoint of this run ({own}/step-…); "
+                "to start a new run from another one's checkpoint use branch=…"
+            )
+    branched = path is None and config.branch is not None
+    if branched:
+        path = Path(str(config.branch))
+    same_length = saved is not None and saved["resolved"]["length"] == _length(config)
+    return Start(
+        checkpoint=None if path is None else str(path),
+        branched=branched,
+        step=0 if path is None else checkpoint.verify(path).step,
+        steps=saved["resolved"]["steps"] if saved is not None and same_length else None,
+    )
+
+
+def begin(folder: Path, config: Config, start: Start, resolved: dict[str, Any], show: Callable[[str], None]) -> None:
+    """The moment before the first step: ``config.yaml`` is written, and what ``resume=`` goes back behind set aside.
+
+    ``resolved`` is what was fixed from the settings; ``steps`` is the end.
+    """
+    own = folder / "checkpoints"
+    later = [path for path in own.glob("step-*") if start.checkpoint and path.name > Path(start.checkpoint).name]
+    if config.resume is not None and later:
+        aside = next(p for n in itertools.count(1) if not (p := folder / f"checkpoints.discarded-{n}").exists())
+        aside.mkdir()
+        for path in later:
+            path.rename(aside / path.name)
+        show(f"going back to step {start.step}: {len(later)} later checkpoints are moved to {aside}")
+    resolved = resolved | {"length": _length(config)}
     text = yaml.safe_dump({**plain(config), "resolved": resolved}, sort_keys=False, allow_unicode=True)
     beside = folder / ".config.yaml.partial"
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, folder / "config.yaml")
 
 
-def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The settings and the resolved part of ``config.yaml``; None where the run has none yet."""
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """``config.yaml``: the settings, and under ``resolved`` what was fixed from them; None where there is none yet."""
     path = folder / "config.yaml"
     if not path.exists():
         return None
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return values, values.pop("resolved")
-    except (yaml.YAMLError, KeyError, AttributeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}; restore it, or start anew with name=…") from error
+        values["resolved"]["steps"], values["resolved"]["length"]
+    except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is damaged ({error!r}); restore it, or start anew with name=…") from error
+    return values
 
 
-def check_unchanged(folder: Path, saved: dict[str, Any], config: Config) -> None:
+def _length(config: Config) -> dict[str, Any]:
+    return {key: getattr(config.train, key) for key in LENGTHS}
+
+
+def _check_unchanged(folder: Path, saved: dict[str, Any], config: Config) -> None:
     """Raises :class:`UserError` with every setting that must not change between two starts of a run and did."""
-    before, now = flatten(saved), flatten(plain(config))
+    before = flatten({key: value for key, value in saved.items() if key != "resolved"})
+    now = flatten(plain(config))
     changed = [
         f"  {key}: the run has {before.get(key)!r}, now asked for {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
@@ -113,36 +179,6 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + key] = value
     return found
-
-
-def start_point(folder: Path, config: Config, show: Any) -> Path | None:
-    """The checkpoint to go on from: ``resume=``, else the newest good one here, else ``branch=``, else None."""
-    own = folder / "checkpoints"
-    if config.resume is not None:
-        path = Path(config.resume)
-        if path.resolve().parent != own.resolve():
-            raise UserError(
-                f"resume={config.resume} is not a checkpoint of this run ({own}/step-…); "
-                "to start a new run from another one's checkpoint use branch=…"
-            )
-        _check_is_checkpoint(path, "resume")
-        for later in sorted(own.glob("step-*")):
-            if later.name > path.name:
-                aside = folder / "checkpoints.discarded"
-                aside.mkdir(exist_ok=True)
-                show(f"going back to {path.name}: {later.name} is moved to {aside}")
-                os.replace(later, aside / later.name)
-        return path
-    newest = checkpoint.newest(own, show) if own.exists() else None
-    if newest is None and config.branch is not None:
-        _check_is_checkpoint(Path(config.branch), "branch")
-        return Path(config.branch)
-    return newest
-
-
-def _check_is_checkpoint(path: Path, flag: str) -> None:
-    if not (path / "manifest.json").exists():
-        raise UserError(f"{flag}={path}: there is no checkpoint (no manifest.json); give a folder runs/…/step-…")
 
 
 def describe(config: Config) -> str:

@@ -25,7 +25,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 
 from stack import config
-from stack.config import MIN_VOCABULARY, UserError
+from stack.config import UserError
 from stack.data.corpus import documents, fingerprint, held_out, uniform
 
 FORMAT = 1  # raise it when the same text and settings are to give another tokenizer
@@ -152,15 +152,10 @@ def train(settings: config.Tokenizer, data: config.Data, root: Path, show: Calla
     """The tokenizer of these settings: ``settings.folder``, a finished folder of equal inputs, or a new one.
 
     A new one is trained on a sample of training documents and stands in ``root/tokenizers/NAME-<8 hex>``, whole or not
-    at all. UserError for a vocabulary that cannot hold the bytes, or sources without text.
+    at all. UserError for sources without text.
     """
     if settings.folder is not None:
         return load(settings.folder)
-    if settings.vocab_size < MIN_VOCABULARY:
-        raise UserError(
-            f"tokenizer.vocab_size={settings.vocab_size} is too small: the minimum is {MIN_VOCABULARY} "
-            f"(256 bytes and two control tokens, up to a multiple of {MULTIPLE})"
-        )
     inputs = _inputs(settings, data)
     hexes = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:8]
     folder = root / "tokenizers" / f"{settings.name}-{hexes}"

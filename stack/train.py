@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from stack import machine, run_folder, tokenizer
 from stack.config import Config, UserError, entry
 from stack.data.batches import Batches, in_order
 from stack.data.packing import Packed, open_packed, pack
+from stack.diagnostics.memory import check_memory
 from stack.distributed import Ranks, ranks
 from stack.model.transformer import Decoder
 from stack.tracking import Display
@@ -17,21 +19,19 @@ from stack.trainer import Split, Trainer
 def run(config: Config) -> int:
     """The whole of ``stack.train``; returns the exit code."""
     device = machine.choose_device(config.device)
-    with ranks(config.parallel.kind, device) as here:
+    folder = run_folder.folder_of(config)
+    with ranks(config.parallel.kind, device) as here, run_folder.locked(folder, here):
         display = Display(here.main)
-        folder = Path(config.runs_dir) / config.name
-        with run_folder.locked(folder, here):
-            words, packed = stages(config, here, display)
-            trainer = Trainer(
-                config,
-                build(config, words, device, display),
-                split(config, packed, words),
-                words,
-                identity(config, words, packed),
-                here,
-                display,
-            )
-            return trainer.run()
+        told = here.on_main(lambda: asdict(run_folder.start_of(folder, config, display.show)))
+        start = run_folder.Start(**told)
+        if start.finished:
+            display.show(f"finished already: step {start.step} of {start.steps}; checkpoint: {start.checkpoint}")
+            return 0
+        words, packed = stages(config, here, display)
+        check_memory(config, words.vocab_size, device, display.show)
+        model = Decoder(config.model, words.vocab_size, seed=config.seed).to(device)
+        named = identity(config, words, packed)
+        return Trainer(config, model, split(config, packed, words), words, named, here, display).run(start)
 
 
 def stages(config: Config, here: Ranks, display: Display) -> tuple[tokenizer.Tokenizer, Packed]:
@@ -39,10 +39,7 @@ def stages(config: Config, here: Ranks, display: Display) -> tuple[tokenizer.Tok
     root = Path(config.data_dir)
 
     def make() -> list[str]:
-        given = config.tokenizer.folder
-        words = (
-            tokenizer.load(Path(given)) if given else tokenizer.train(config.tokenizer, config.data, root, display.show)
-        )
+        words = tokenizer.train(config.tokenizer, config.data, root, display.show)
         packed = Path(config.data.packed) if config.data.packed else pack(config.data, words, root, display.show).folder
         return [str(words.folder), str(packed)]
 
@@ -57,28 +54,14 @@ def stages(config: Config, here: Ranks, display: Display) -> tuple[tokenizer.Tok
     return words, packed
 
 
-def build(config: Config, words: tokenizer.Tokenizer, device: str, display: Display) -> Decoder:
-    """The model on its device, compiled where that is wanted and works."""
-    model = Decoder(config.model, words.vocab_size, seed=config.seed).to(device)
-    display.show(f"model: {sum(p.numel() for p in model.parameters()):,} parameters, {run_folder.describe(config)}")
-    if config.compile != "off":
-        why = machine.compiler_works(device)
-        if why and config.compile == "on":
-            raise UserError(f"compile=on, but nothing can be compiled here: {why}; use compile=auto or compile=off")
-        if why:
-            display.show(f"not compiled: {why}")
-        else:
-            model.compile_blocks()
-    return model
-
-
 def split(config: Config, packed: Packed, words: tokenizer.Tokenizer) -> Split:
     """The batches of training and the windows of validation."""
-    t = config.train
+    t, held_out = config.train, packed.split("validation")
     train = Batches(
         packed.split("train"), window=t.window, global_batch=t.global_batch, seed=config.seed, pad_id=words.pad
     )
-    held_out = packed.split("validation")
+    if t.epochs is not None:
+        train.end = max(1, round(t.epochs * train.num_windows))
     return Split(train, in_order(held_out, t.window, words.pad), held_out.num_bytes)
 
 

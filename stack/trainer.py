@@ -7,11 +7,12 @@ the number, the gradient or its norm.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,9 +23,8 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from stack import checkpoint, machine, parallel, run_folder
-from stack.config import LENGTHS, Config, UserError
+from stack.config import Config, UserError
 from stack.data.batches import Batch, Batches, Windows
-from stack.diagnostics.memory import largest_micro_batch, plan_memory
 from stack.distributed import Ranks
 from stack.evaluate import Validation, to_device, validate
 from stack.generate import generate
@@ -42,8 +42,7 @@ class State:
     tokens: int = 0  # supervised tokens
     skipped_steps: int = 0
     bad_in_a_row: int = 0
-    best: float | None = None  # bits per byte
-    last: dict[str, float] = field(default_factory=dict)  # of the latest validation
+    last: dict[str, float] = field(default_factory=dict)  # the latest validation
     metrics_offset: int = 0
 
 
@@ -67,7 +66,7 @@ class Split:
 
 
 class Trainer:
-    """Trains ``model`` in a run's folder, from nothing, from its newest checkpoint or from a branch point.
+    """Trains ``model`` in a run's folder.
 
     Args:
         config: everything.
@@ -93,14 +92,14 @@ class Trainer:
         self.tokenizer, self.identity, self.ranks, self.display = tokenizer, identity, ranks, display
         self.device = model.table.weight.device.type
         self.dtype = machine.choose_precision(config.precision, self.device)
-        self.folder = Path(config.runs_dir) / config.name
+        self.folder = run_folder.folder_of(config)
         self.loss = Loss(config.train.loss, config.train.chunk_tokens, config.train.z_loss)
-        self.optimizers = Optimizers(
-            model, config.optim, ns_dtype=torch.bfloat16 if machine.fast_bf16(self.device) else torch.float32
-        )
+        ns_dtype = torch.bfloat16 if machine.fast_bf16(self.device) else torch.float32
+        self.optimizers = Optimizers(model, config.optim, ns_dtype=ns_dtype)
         self.wrapped = parallel.wrap(model, ranks)
         self.state = State()
-        self.steps = 0
+        self.steps = 0  # the end; fixed by prepare()
+        self.metrics: Metrics | None = None  # rank 0's
         self.signal = 0
 
     # ------------------------------------------------------------------------------------------------ one step
@@ -126,7 +125,7 @@ class Trainer:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         total_norm = get_total_norm([p.grad for p in parameters])
         norm = float(total_norm)
-        taken = bool(np.isfinite(loss) and np.isfinite(norm))
+        taken = math.isfinite(loss) and math.isfinite(norm)
         if taken:
             if self.config.train.clip:
                 clip_grads_with_norm_(parameters, self.config.train.clip, total_norm)
@@ -146,29 +145,19 @@ class Trainer:
 
     # ----------------------------------------------------------------------------------------------- before it
 
-    def prepare(self) -> bool:
-        """Everything before the first step: memory, one dry step, start point, length. False: nothing is left to do."""
-        saved = run_folder.read_config(self.folder)
-        if saved is not None:
-            run_folder.check_unchanged(self.folder, saved[0], self.config)
-        start = self.ranks.on_main(
-            lambda: str(run_folder.start_point(self.folder, self.config, self.display.show) or "")
-        )
-        loaded = checkpoint.load(Path(start)) if start else None
+    def prepare(self, start: run_folder.Start) -> None:
+        """Everything before the first step: compiler, one dry step, length, weights and moments."""
+        loaded = checkpoint.load(Path(start.checkpoint)) if start.checkpoint else None
         if loaded is not None:
-            self._check_belongs(loaded)
+            self._check_belongs(loaded, start.branched)
             self.state = State(**loaded.state)
-        lengths = {key: getattr(self.config.train, key) for key in LENGTHS}
-        known = saved is not None and saved[1]["length"] == lengths and not (loaded and self._from_branch(loaded))
-        self.steps = saved[1]["steps"] if known else 0
-        if known and self.state.step >= self.steps:
-            return False
-        self._check_memory()
+        if start.branched:
+            self.state.metrics_offset, self.state.last = 0, {}
+        parameters = sum(p.numel() for p in self.model.parameters())
+        self.display.show(f"model: {parameters:,} parameters, {run_folder.describe(self.config)}")
+        self._compile()
         seconds = self.dry_step()
-        if not known:
-            self.steps = self.ranks.on_main(lambda: self._fix_steps(seconds))
-        if self.config.train.epochs is not None:
-            self.split.train.end = round(self.config.train.epochs * self.split.train.num_windows)
+        self.steps = start.steps or self.ranks.on_main(lambda: self._fix_steps(seconds))
         if self.steps < self.state.step:
             raise UserError(
                 f"the run stands at step {self.state.step}, its end is now asked to be step {self.steps}; give a later "
@@ -177,18 +166,23 @@ class Trainer:
         if loaded is not None:
             checkpoint.load_weights_into(self.model, loaded.weights)
             self.optimizers.load_moments(loaded.moments)
-            self.display.show(f"going on from {start}: step {self.state.step} of {self.steps}")
-            if self._from_branch(loaded):
-                self.state.metrics_offset = 0
-        if self.ranks.main:
-            resolved = {"steps": self.steps, "length": lengths, "device": self.device, "dtype": str(self.dtype)}
-            run_folder.write_config(self.folder, self.config, resolved | {"identity": self.identity})
-        return self.state.step < self.steps
+            self.display.show(f"going on from {start.checkpoint}: step {self.state.step} of {self.steps}")
+        resolved = {"steps": self.steps, "device": self.device, "dtype": str(self.dtype), "identity": self.identity}
+        self.ranks.on_main(lambda: run_folder.begin(self.folder, self.config, start, resolved, self.display.show))
 
-    def _from_branch(self, loaded: checkpoint.Loaded) -> bool:
-        return loaded.folder.resolve().parent != (self.folder / "checkpoints").resolve()
+    def _compile(self) -> None:
+        """Compiles the model where that is wanted and works."""
+        if self.config.compile == "off":
+            return
+        why = machine.compiler_works(self.device)
+        if why and self.config.compile == "on":
+            raise UserError(f"compile=on, but nothing can be compiled here: {why}; use compile=auto or compile=off")
+        if why:
+            self.display.show(f"not compiled: {why}")
+        else:
+            self.model.compile_blocks()
 
-    def _check_belongs(self, loaded: checkpoint.Loaded) -> None:
+    def _check_belongs(self, loaded: checkpoint.Loaded, branched: bool) -> None:
         m = loaded.manifest
         if m.vocabulary_digest != self.tokenizer.digest:
             raise UserError(
@@ -197,78 +191,63 @@ class Trainer:
                 f"{self.tokenizer.digest}; give tokenizer.folder={loaded.folder}"
             )
         theirs, ours = m.identity.get("packed"), self.identity["packed"]
-        if theirs != ours and not self._from_branch(loaded):
+        if theirs != ours and not branched:
             raise UserError(
                 f"the checkpoint {loaded.folder} was trained on other packed data: digest {theirs}, now {ours} "
                 f"({self.identity['packed_folder']}); restore the data, or use name=NEW branch={loaded.folder}"
             )
 
-    def _check_memory(self) -> None:
-        """Raises :class:`UserError` where the plan does not fit, with a micro-batch that would."""
-        c, rows = self.config, self.model.table.weight.shape[0]
-        share = 1 if self.device == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        plan = plan_memory(c, rows, self.dtype, min(c.train.micro_batch, c.train.global_batch))
-        free = (machine.free_memory(self.device) + plan.parameters) // share  # the parameters are there already
-        self.display.show(f"memory: {plan.peak / 1e9:.2f} GB planned for a step, {free / 1e9:.2f} GB free")
-        if plan.peak <= free:
-            return
-        fits = largest_micro_batch(c, rows, self.dtype, free)
-        way = f"train.micro_batch={fits} would fit" if fits else "not even train.micro_batch=1 fits; lower train.window"
-        lines = "\n".join(f"  {line}" for line in plan.lines())
-        raise UserError(
-            f"train.micro_batch={c.train.micro_batch} needs {plan.peak / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; "
-            f"{way}\n{lines}"
-        )
-
     def dry_step(self) -> float:
         """Runs a step at full shape and forgets it: compiles, takes the peak of memory, returns seconds per step.
 
-        Learning rates are 0 and weights, moments and random states are put back, so that it leaves no trace.
+        Weights and moments are put back and no random state is touched, so that it leaves no trace.
         """
-        t = self.config.train
+        t, train = self.config.train, self.split.train
         weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         moments = {key: value.clone() for key, value in self.optimizers.moments().items()}
-        train = self.split.train
         shares = parallel.share(np.arange(t.global_batch), t.micro_batch, self.ranks)
         one = train.batch(shares[0] % train.num_windows) if len(shares[0]) else train.padding()
         try:
             self.step(0, [one, one], 0.0)  # compiles, makes the moments, and accumulates on top of a gradient
-            begin = time.perf_counter()
-            self.step(0, [one], 0.0)
-            seconds = time.perf_counter() - begin
+            seconds = [self._timed([one] * count) for count in (1, 2)]
         except torch.OutOfMemoryError as error:
             raise UserError(f"train.micro_batch={t.micro_batch} does not fit: {error}; lower it") from error
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 p.copy_(weights[name])
         self.optimizers.load_moments(moments)
-        return seconds * len(shares)
+        return seconds[0] + max(0.0, seconds[1] - seconds[0]) * (len(shares) - 1)
+
+    def _timed(self, micro_batches: list[Batch]) -> float:
+        begin = time.perf_counter()
+        self.step(0, micro_batches, 0.0)
+        if self.device != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter() - begin
 
     def _fix_steps(self, seconds: float) -> int:
-        """The number of steps from whichever length is given."""
+        """The number of steps from whichever length is given; ``seconds`` is what one takes."""
         t, train = self.config.train, self.split.train
         if t.steps is not None:
             return t.steps
-        if t.epochs is not None:
-            return -(-round(t.epochs * train.num_windows) // t.global_batch)
+        if train.end is not None:
+            return -(-train.end // t.global_batch)
         if t.tokens is not None:
             per_step = train.split.num_targets / train.num_windows * t.global_batch
-            return max(1, -(-int(t.tokens) // max(1, int(per_step))))
+            return math.ceil(t.tokens / per_step)
         steps = max(1, int(t.minutes * 60 / seconds))
         self.display.show(f"train.minutes={t.minutes}: {seconds:.2f} s a step, so {steps} steps")
         return steps
 
     # ------------------------------------------------------------------------------------------------ the loop
 
-    def run(self) -> int:
+    def run(self, start: run_folder.Start) -> int:
         """Trains to the end; returns the exit code: 0, or 128 + the signal that stopped it."""
-        if not self.prepare():
-            self.display.show(f"finished already: step {self.state.step} of {self.steps}")
-            self._summary()
-            return 0
-        self.metrics = Metrics(self.folder, self.state.metrics_offset) if self.ranks.main else None
+        self.prepare(start)
         try:
             with self._signals(), ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
+                if self.ranks.main:
+                    self.metrics = Metrics(self.folder, self.state.metrics_offset)
                 return self._loop(pool)
         finally:
             self.display.stop()
@@ -277,34 +256,38 @@ class Trainer:
 
     def _loop(self, pool: ThreadPoolExecutor) -> int:
         state, begun = self.state, time.perf_counter()
-        ahead: Future[list[Batch]] = pool.submit(self.micro_batches, state.step)
+        ahead = pool.submit(self.micro_batches, state.step)
         first, tokens_before = state.step, state.tokens
         self.display.start(state.step, self.steps)
         while state.step < self.steps:
             started = time.perf_counter()
             batches = ahead.result()
             waited = time.perf_counter() - started
-            if state.step + 1 < self.steps:
-                ahead = pool.submit(self.micro_batches, state.step + 1)
+            ahead = pool.submit(self.micro_batches, state.step + 1)
             factor = lr_factor(self.config.schedule, state.step, self.steps)
             result = self.step(state.step, batches, factor)
             self._account(result)
-            seconds = time.perf_counter() - started
-            speed = (state.tokens - tokens_before) / (time.perf_counter() - begun)
-            self._log(result, factor, seconds, waited)
-            left = (time.perf_counter() - begun) / (state.step - first) * (self.steps - state.step)
-            self.display.step(state.step, self.steps, self._line(result, speed, waited / seconds, left))
-            stop = int(max(self.ranks.sum(self.signal)))
+            now = time.perf_counter()
+            self._log(result, factor, now - started, waited)
+            speed = (state.tokens - tokens_before) / (now - begun)
+            left = (now - begun) / (state.step - first) * (self.steps - state.step)
+            self.display.step(state.step, self.steps, self._line(result, speed, waited / (now - started), left))
+            stop = self._signal_of_any_rank()
             self._periodic(stopping=stop > 0)
-            if stop:
-                code = self.signal or stop
+            if stop and state.step < self.steps:
                 self.display.show(
-                    f"stopped by signal {code} after step {state.step} of {self.steps}, saved; "
+                    f"stopped by signal {stop} after step {state.step} of {self.steps}, saved; "
                     "the same command goes on from here"
                 )
-                return 128 + code
+                return 128 + stop
         self._summary()
         return 0
+
+    def _signal_of_any_rank(self) -> int:
+        """The same on every rank: SIGTERM where any has it, else SIGINT where any has it, else 0."""
+        seen = self.signal  # one look: another may come at any time
+        term, interrupt = self.ranks.sum(seen == signal.SIGTERM, seen == signal.SIGINT)
+        return signal.SIGTERM.value if term else signal.SIGINT.value if interrupt else 0
 
     def _account(self, result: StepResult) -> None:
         """Counts the step; raises :class:`UserError` after too many bad ones in a row."""
@@ -339,7 +322,6 @@ class Trainer:
     def _validate(self) -> dict[str, float]:
         found = self.validation()
         self.state.last = {"loss": found.loss, "bits_per_byte": found.bits_per_byte}
-        self.state.best = min(found.bits_per_byte, self.state.best or found.bits_per_byte)
         self.display.show(
             f"step {self.state.step}: validation {found.loss:.4f} nats per token, "
             f"{found.bits_per_byte:.4f} bits per byte"
@@ -400,19 +382,17 @@ class Trainer:
         checkpoint.retain(checkpoints, self.config.checkpoint.keep)
 
     def _log(self, result: StepResult, factor: float, seconds: float, waited: float) -> None:
-        if self.metrics is None or (self.state.step % self.config.track.every and self.state.step != self.steps):
+        state = self.state
+        if self.metrics is None or (state.step % self.config.track.every and state.step != self.steps):
             return
-        row = {
-            "step": self.state.step,
-            "tokens": self.state.tokens,
-            "train/loss": result.loss,
-            "train/skipped_steps": self.state.skipped_steps,
-            "optim/grad_norm": result.norm,
-        }
-        row |= {f"optim/lr_{group['name']}": group["peak_lr"] * factor for group in self.optimizers.groups()}
         self.metrics.write(
-            row
-            | {
+            {
+                "step": state.step,
+                "tokens": state.tokens,
+                "train/loss": result.loss,
+                "train/skipped_steps": state.skipped_steps,
+                "optim/grad_norm": result.norm,
+                **{f"optim/lr_{group['name']}": group["peak_lr"] * factor for group in self.optimizers.groups()},
                 "throughput/tokens_per_s": result.tokens / seconds,
                 "throughput/waiting_share": waited / seconds,
                 "memory/peak_gb": machine.peak_memory(self.device) / 1e9,

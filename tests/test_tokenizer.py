@@ -178,12 +178,6 @@ def test_a_text_with_few_merges_gives_its_real_size_with_a_warning(tmp_path):
     assert load(made.folder) == made
 
 
-def test_too_small_a_vocabulary_is_an_error_with_the_minimum(tmp_path):
-    data = data_of({"one": write(tmp_path / "one.jsonl", ["a"])})
-    with pytest.raises(UserError, match=r"tokenizer\.vocab_size=100 .* minimum is 320"):
-        train(settings_of(100), data, tmp_path, print)
-
-
 def test_no_text_is_an_error(tmp_path):
     data = data_of({"one": write(tmp_path / "one.jsonl", ["", ""])})
     with pytest.raises(UserError, match="no text"):

@@ -22,32 +22,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import datasets
-import pyarrow
-import zstandard
-from datasets.exceptions import DatasetsError
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
 
 from stack.config import Hub, Source, UserError
-from stack.data.lines import Lines
 
-datasets.disable_progress_bars()  # the program shows its own
+if TYPE_CHECKING:
+    import datasets
 
 BATCH = 100  # rows taken from a data set at a time
 JSON_LINES = (".jsonl", ".ndjson")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-# What damaged or absent data raises in the libraries below: a person can mend it.
-READ_ERRORS = (
-    DatasetsError,
-    OSError,
-    EOFError,
-    ValueError,
-    zlib.error,
-    lzma.LZMAError,
-    zstandard.ZstdError,
-    pyarrow.ArrowException,
-)
 
 
 @dataclass(frozen=True)
@@ -183,24 +168,40 @@ def _records(name: str, source: Source) -> Iterator[Row]:
 
 
 def _guarded(what: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-    """The rows; what the libraries raise becomes a UserError that names the file or set."""
+    """The rows; what the libraries raise over damaged or absent data becomes a UserError that names the file or set."""
+    import pyarrow
+    import zstandard
+    from datasets.exceptions import DatasetsError
+
+    damage = (DatasetsError, OSError, EOFError, ValueError)
+    damage += (zlib.error, lzma.LZMAError, zstandard.ZstdError, pyarrow.ArrowException)
     try:
         yield from rows()
     except UserError:
         raise
-    except READ_ERRORS as error:
+    except damage as error:
         raise UserError(f"{what} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _datasets() -> ModuleType:
+    """The library. Imported where text is read, because it takes seconds and a finished stage reads none."""
+    import datasets
+
+    datasets.disable_progress_bars()  # the program shows its own
+    return datasets
 
 
 def _file_rows(path: Path, field: str, cache: str) -> Iterator[Row]:
     """The rows of one file."""
     suffix = _suffix(path)
     if suffix == ".parquet":
-        found = datasets.load_dataset(
+        found = _datasets().load_dataset(
             "parquet", data_files=glob.escape(str(path)), split="train", streaming=True, cache_dir=cache
         )
         yield from _table_rows(found, field, str(path))
         return
+    from stack.data.lines import Lines
+
     whole = suffix == ".txt"
     lines = Lines(file=str(path), whole=whole, cache_dir=cache).as_streaming_dataset("train")
     parse = _value_text if whole else _json_text
@@ -214,12 +215,16 @@ def _file_rows(path: Path, field: str, cache: str) -> Iterator[Row]:
 
 def _hub_rows(hub: Hub, field: str) -> Iterator[Row]:
     """The rows of a hub set or of a local data set folder."""
-    found = datasets.load_dataset(hub.path, hub.name, split=hub.split, revision=hub.revision, streaming=hub.streaming)
+    found = _datasets().load_dataset(
+        hub.path, hub.name, split=hub.split, revision=hub.revision, streaming=hub.streaming
+    )
     yield from _table_rows(found, field, hub.path)
 
 
 def _table_rows(found: datasets.Dataset | datasets.IterableDataset, field: str, place: str) -> Iterator[Row]:
     """One column of a data set. Strings come as their bytes, so that one broken one does not end the reading."""
+    import pyarrow
+
     if field in (found.column_names or ()):
         found = found.select_columns([field])
     number = 0

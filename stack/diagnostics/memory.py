@@ -6,11 +6,14 @@ tensor that is saved for the backward pass is added up. All parts are bytes.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from stack import config
+from stack import config, machine
+from stack.config import UserError
 from stack.model.attention import Segments
 from stack.model.transformer import Decoder
 
@@ -105,3 +108,24 @@ def _saved_per_token(m: config.Model, dtype: torch.dtype, tokens: int = 64) -> i
     weights = sum(p.numel() * dtype.itemsize for p in model.model.layers[0].parameters() if p.dim() == 2)
     cast = weights if dtype == torch.bfloat16 else 0  # autocast's copies of the weights are no activations
     return max(0, sum(saved.values()) - cast) // tokens
+
+
+def check_memory(c: config.Config, num_rows: int, device: str, show: Callable[[str], None]) -> None:
+    """Holds the plan against what is free before anything is built.
+
+    Raises:
+        UserError: it does not fit; with the parts, and the largest micro-batch that would.
+    """
+    dtype = machine.choose_precision(c.precision, device)
+    plan = plan_memory(c, num_rows, dtype, min(c.train.micro_batch, c.train.global_batch))
+    sharing = 1 if device == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = machine.free_memory(device) // sharing
+    show(f"memory: {plan.peak / 1e9:.2f} GB planned for a step, {free / 1e9:.2f} GB free")
+    if plan.peak > free:
+        fits = largest_micro_batch(c, num_rows, dtype, free)
+        way = f"train.micro_batch={fits} would fit" if fits else "not even train.micro_batch=1 fits; lower train.window"
+        lines = "\n".join(f"  {line}" for line in plan.lines())
+        raise UserError(
+            f"train.micro_batch={c.train.micro_batch} needs {plan.peak / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; "
+            f"{way}\n{lines}"
+        )
