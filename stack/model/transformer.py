@@ -132,7 +132,9 @@ class Decoder(nn.Module):
     def __init__(self, c: config.Model, num_rows: int, *, seed: int = 0):
         super().__init__()
         self.config = c
-        self.model = Trunk(c, num_rows)
+        with torch.device("meta"):  # PyTorch's own initialization would be lost work, and move the global generator
+            trunk = Trunk(c, num_rows)
+        self.model = trunk.to_empty(device=torch.get_default_device())
         self.before, self.after = Block.before, Block.after  # compile_blocks() replaces both
         self.reset(seed)
 
