@@ -87,7 +87,7 @@ def orthogonalize(x: Tensor, steps: int) -> Tensor:
     a, b, c = 3.4445, -4.7750, 2.0315
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -97,8 +97,8 @@ def orthogonalize(x: Tensor, steps: int) -> Tensor:
 class Optimizers:
     """All optimizers of a run behind one step and one named state.
 
-    Every trainable parameter is in exactly one group: ``table`` and ``norms`` (AdamW, ``table_decay``), and
-    ``matrices`` (Muon, or AdamW where ``kind=adamw``).
+    Every trainable parameter is in exactly one group: ``table``, which holds the norms, too (AdamW, ``table_decay``),
+    or ``matrices`` (Muon, or AdamW where ``kind=adamw``).
     """
 
     def __init__(self, model: nn.Module, c: config.Optim, *, ns_dtype: torch.dtype = torch.float32):
@@ -144,38 +144,39 @@ class Optimizers:
 
     def moments(self) -> dict[str, Tensor]:
         """The live state, keyed ``KIND/PARAMETER``; empty before the first step."""
-        names = {id(p): name for name, p in self.names.items()}
-        return {
-            f"{kind}/{names[id(p)]}": value
-            for optimizer in self.all
-            for p, state in optimizer.state.items()
-            for kind, value in state.items()
-        }
+        return {key: state[p][kind] for key, (state, p, kind) in self._slots().items() if p in state}
 
     def load_moments(self, moments: dict[str, Tensor]) -> None:
-        """Takes the state that :meth:`moments` gave; raises :class:`UserError` where names or shapes do not fit."""
-        owner = {id(p): o for o in self.all for group in o.param_groups for p in group["params"]}
-        unknown = [key for key in moments if key.split("/", 1)[-1] not in self.names]
-        if unknown:
-            raise UserError(f"the checkpoint holds moments of parameters that the model lacks: {', '.join(unknown)}")
+        """Takes the state that :meth:`moments` gave; :class:`UserError` where names, kinds or shapes do not fit."""
+        slots = self._slots()
+        missing, unexpected = sorted(slots.keys() - moments.keys()), sorted(moments.keys() - slots.keys())
+        if moments and (missing or unexpected):
+            raise UserError(
+                f"the checkpoint's optimizer state does not fit optim.kind={self.config.kind}; take the optimizer and "
+                f"the model that made it. Missing: {_some(missing)}. Unexpected: {_some(unexpected)}"
+            )
+        for key, value in moments.items():
+            _, p, kind = slots[key]
+            wanted = torch.Size() if kind == "step" else p.shape
+            if value.shape != wanted:
+                raise UserError(f"moment {key} has shape {list(value.shape)}; {list(wanted)} is needed")
         for optimizer in self.all:
             optimizer.state.clear()
         for key, value in moments.items():
-            kind, name = key.split("/", 1)
-            p = self.names[name]
-            if value.dim() and value.shape != p.shape:
-                raise UserError(f"moment {key} has shape {list(value.shape)}, its parameter {list(p.shape)}")
-            # A step counter stays where the optimizer made it: on the CPU, unless the kernel is fused on a GPU.
-            owner[id(p)].state[p][kind] = value.to(p.device).clone()
-        self._check_kinds()
+            state, p, kind = slots[key]
+            state[p][kind] = value.to(p.device, copy=True)
 
-    def _check_kinds(self) -> None:
-        for optimizer in self.all:
-            wanted = {"momentum_buffer"} if isinstance(optimizer, Muon) else {"step", "exp_avg", "exp_avg_sq"}
-            for p, state in optimizer.state.items():
-                if set(state) != wanted:
-                    name = next(n for n, q in self.names.items() if q is p)
-                    raise UserError(
-                        f"the checkpoint holds {sorted(state)} for {name}, but optim.kind={self.config.kind} needs "
-                        f"{sorted(wanted)}; train on with the optimizer that made it"
-                    )
+    def _slots(self) -> dict[str, tuple[dict[Tensor, dict[str, Tensor]], Tensor, str]]:
+        """Where each moment lives: the state of its optimizer, its parameter and its kind."""
+        names = {p: name for name, p in self.names.items()}
+        return {
+            f"{kind}/{names[p]}": (optimizer.state, p, kind)
+            for optimizer in self.all
+            for group in optimizer.param_groups
+            for p in group["params"]
+            for kind in (("momentum_buffer",) if isinstance(optimizer, Muon) else ("step", "exp_avg", "exp_avg_sq"))
+        }
+
+
+def _some(keys: list[str]) -> str:
+    return ", ".join(keys[:4] + [f"and {len(keys) - 4} more"] * (len(keys) > 4)) or "none"
