@@ -48,30 +48,29 @@ def free_memory(device: str) -> int:
     """Bytes that can still be taken: of the device, or the least of MemAvailable and what the cgroup leaves."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
-    found = [_available(), *_cgroup_rooms()]
-    return min(value for value in found if value is not None)
+    return min([_available(Path("/")), *_cgroup_rooms(Path("/"))])
 
 
-def _available() -> int:
-    meminfo = Path("/proc/meminfo")
+def _available(root: Path) -> int:
+    meminfo = root / "proc/meminfo"
     if not meminfo.exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def _cgroup_rooms() -> list[int]:
-    """What the memory limits of cgroup v2 (all levels up) and v1 leave to this process."""
-    own = Path("/proc/self/cgroup")
+def _cgroup_rooms(system: Path) -> list[int]:
+    """What the memory limits of cgroup v2 and v1, all levels up, leave to this process."""
+    own = system / "proc/self/cgroup"
     if not own.exists():
         return []
     rooms = []
     for line in own.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, limit, used = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+            root, limit, used = system / "sys/fs/cgroup", "memory.max", "memory.current"
         elif "memory" in controllers.split(","):
-            root, limit, used = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"
+            root, limit, used = system / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         for level in (folder := root / path.lstrip("/"), *folder.parents):
@@ -87,7 +86,10 @@ def _reclaimable(level: Path) -> int:
     stat = level / "memory.stat"
     if not stat.exists():
         return 0
-    return sum(int(line.split()[1]) for line in stat.read_text().splitlines() if line.startswith("inactive_file "))
+    fields = dict(line.split() for line in stat.read_text().splitlines())
+    return int(
+        fields.get("total_inactive_file") or fields.get("inactive_file", 0)
+    )  # with its children; v2 has one name
 
 
 def peak_memory(device: str) -> int:
