@@ -25,6 +25,7 @@ from stack.distributed import Ranks
 # What may change when a run goes on: who computes and how it is shown, when something is looked at, and a later end.
 # Anything else would make a run that no single configuration describes.
 FREE = (
+    "name",  # a folder may be renamed
     "resume",
     "runs_dir",
     "data_dir",

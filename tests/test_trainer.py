@@ -1,0 +1,288 @@
+"""stack.trainer: laws 1 and 2 on one step, the dry step, lengths, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+
+from stack import checkpoint, run_folder
+from stack.config import UserError
+from stack.data.batches import IGNORED, Batch
+from stack.optim import lr_factor
+from stack.trainer import Trainer
+
+SUPERVISED = (1, 2, 3, 10)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One corpus and its packed data for the whole module."""
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def rows(*supervised: int, window: int = 16) -> list[Batch]:
+    """Windows of one segment each, with that many supervised tokens at the end."""
+    draw = torch.Generator().manual_seed(5)
+    found = []
+    for count in supervised:
+        stream = torch.randint(2, 300, (1, window + 1), generator=draw)
+        targets = stream[:, 1:].clone()
+        targets[:, : window - count] = IGNORED
+        found.append(Batch(stream[:, :-1], targets, torch.arange(window)[None], ((window,),)))
+    return found
+
+
+def joined(batches: list[Batch]) -> Batch:
+    """Some windows as one batch."""
+    parts = [torch.cat([getattr(b, name) for b in batches]) for name in ("ids", "targets", "positions")]
+    return Batch(*parts, tuple(length for b in batches for length in b.lengths))
+
+
+def grouped(batches: list[Batch], size: int) -> list[Batch]:
+    return [joined(batches[i : i + size]) for i in range(0, len(batches), size)]
+
+
+class Spy:
+    """In the place of the optimizers: keeps the gradients that come to them."""
+
+    def __init__(self, trainer: Trainer):
+        self.optimizers, self.model, self.gradients = trainer.optimizers, trainer.model, {}
+        trainer.optimizers = self  # type: ignore[assignment]
+
+    def step(self, step: int, factor: float) -> None:
+        self.gradients = {name: p.grad.double() for name, p in self.model.named_parameters()}
+
+    def zero_grad(self) -> None:
+        self.optimizers.zero_grad()
+
+
+def reference(trainer: Trainer, batches: list[Batch]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Mean loss over supervised tokens and its gradient: row by row from full logits, summed in float64."""
+    total, count = 0.0, 0
+    gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trainer.model.named_parameters()}
+    for batch in batches:
+        losses = F.cross_entropy(
+            trainer.model.logits(batch.ids).double().flatten(0, 1), batch.targets.flatten(), reduction="none"
+        )
+        found = torch.autograd.grad(losses.sum(), list(trainer.model.parameters()))
+        for sum_, part in zip(gradients.values(), found, strict=True):
+            sum_ += part
+        total += losses.sum().item()
+        count += int((batch.targets != IGNORED).sum())
+    return total / count, {name: g / count for name, g in gradients.items()}
+
+
+def norm_of(gradients: dict[str, torch.Tensor]) -> float:
+    return torch.cat([g.flatten() for g in gradients.values()]).norm().item()
+
+
+def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """To 1e-6 of the norm of the whole gradient."""
+    difference = {name: found[name] - wanted[name] for name in wanted}
+    assert found.keys() == wanted.keys()
+    assert norm_of(difference) <= 1e-6 * norm_of(wanted)
+
+
+def snapshot(trainer: Trainer) -> tuple[str, str]:
+    return (
+        checkpoint.digest_tensors(trainer.model.state_dict()),
+        checkpoint.digest_tensors(trainer.optimizers.moments()),
+    )
+
+
+@pytest.mark.parametrize("impl", ["full", "checkpoint", "fused"])
+def test_accumulation_changes_neither_loss_nor_gradient_nor_norm(root: Path, impl: str) -> None:
+    c = tiny.configure(*tiny.settings(root, "train.clip=0", f"train.loss={impl}", "train.chunk_tokens=7"))
+    trainer = tiny.trainer(c)
+    loss, gradient = reference(trainer, rows(*SUPERVISED))
+    spy = Spy(trainer)
+    for size in (1, 2, 4):
+        result = trainer.step(0, grouped(rows(*SUPERVISED), size), 1.0)
+        assert result.taken and result.tokens == sum(SUPERVISED)
+        assert result.loss == pytest.approx(loss, rel=1e-6)
+        assert result.norm == pytest.approx(norm_of(gradient), rel=1e-6)
+        assert_close(spy.gradients, gradient)
+
+
+def test_clipping_scales_the_gradient_of_the_whole_batch(root: Path) -> None:
+    trainer = tiny.trainer(tiny.configure(*tiny.settings(root, "train.clip=0.01")))
+    _, gradient = reference(trainer, rows(*SUPERVISED))
+    spy = Spy(trainer)
+    result = trainer.step(0, rows(*SUPERVISED), 1.0)
+    assert result.norm == pytest.approx(norm_of(gradient), rel=1e-6)  # before clipping
+    assert norm_of(spy.gradients) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_a_masked_micro_batch_adds_exactly_nothing(root: Path) -> None:
+    trainer = tiny.trainer(tiny.configure(*tiny.settings(root)))
+    spy = Spy(trainer)
+    alone = trainer.step(0, rows(3), 1.0)
+    gradients = spy.gradients
+    (masked,) = rows(0)
+    for batches in ([*rows(3), masked], [masked, *rows(3)], [*rows(3), trainer.split.train.padding()]):
+        assert trainer.step(0, batches, 1.0) == alone
+        assert all(torch.equal(spy.gradients[name], gradients[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_a_step_with_nothing_to_learn_is_skipped(root: Path, kind: str) -> None:
+    c = tiny.configure(*tiny.settings(root, f"optim={kind}", "optim.table_decay=0.1"))
+    trainer = tiny.trainer(c)
+    trainer.step(0, rows(3), 1.0)
+    before = snapshot(trainer)
+    result = trainer.step(1, rows(0, 0), 1.0)
+    trainer._account(result)
+    assert not result.taken and snapshot(trainer) == before
+    assert (trainer.state.skipped_steps, trainer.state.bad_in_a_row, trainer.state.step) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_changes_nothing_and_too_many_end_the_run(root: Path, value: float) -> None:
+    trainer = tiny.trainer(tiny.configure(*tiny.settings(root, "train.max_bad_steps=3")))
+    trainer.step(0, rows(3), 1.0)
+    hook = trainer.model.model.norm.register_forward_hook(lambda module, inputs, output: output * value)
+    before = snapshot(trainer)
+    for bad in (1, 2):
+        trainer._account(trainer.step(bad, rows(3), 1.0))
+        assert snapshot(trainer) == before
+        assert (trainer.state.skipped_steps, trainer.state.bad_in_a_row, trainer.state.tokens) == (bad, bad, 0)
+    with pytest.raises(UserError, match=r"3 steps in a row .* last good checkpoint is none"):
+        trainer._account(trainer.step(3, rows(3), 1.0))
+    hook.remove()
+    trainer._account(trainer.step(4, rows(3), 1.0))
+    assert (trainer.state.skipped_steps, trainer.state.bad_in_a_row, trainer.state.tokens) == (3, 0, 3)
+    assert snapshot(trainer) != before
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_though_the_loss_is(root: Path) -> None:
+    trainer = tiny.trainer(tiny.configure(*tiny.settings(root)))
+    trainer.step(0, rows(3), 1.0)
+    before = snapshot(trainer)
+    handle = trainer.model.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+    result = trainer.step(1, rows(3), 1.0)
+    handle.remove()
+    assert not result.taken and result.loss == result.loss and snapshot(trainer) == before
+
+
+def test_a_ragged_last_step_is_normalized_by_its_own_tokens(root: Path) -> None:
+    probe = tiny.trainer(tiny.configure(*tiny.settings(root)))
+    epochs = 10 / probe.split.train.num_windows
+    more = ("name=ragged", "train.steps=null", f"train.epochs={epochs}", "train.global_batch=4", "track.every=1")
+    c = tiny.configure(*tiny.settings(root, *more))
+    assert tiny.run(c) == 0
+    found = tiny.rows(root / "runs/ragged")
+    steps = [row for row in found if "train/loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    factors = [lr_factor(c.schedule, s, 3) for s in range(3)]
+    assert [row["optim/lr_table"] for row in steps] == [c.optim.lr * factor for factor in factors]
+
+    # The same three steps by hand: the last one has two windows, and their mean is over their own tokens.
+    trainer = tiny.trainer(c)
+    windows = [trainer.split.train.windows_of(step) for step in range(3)]
+    assert [len(w) for w in windows] == [4, 4, 2]
+    assert len({int(w) for step in windows for w in step}) == 10  # 10 of one epoch
+    for step in (0, 1):
+        trainer.step(step, trainer.micro_batches(step), factors[step])
+    batches = [trainer.split.train.batch([number]) for number in windows[2]]
+    nats = sum(trainer.model(b.ids, b.positions, tiny.segments(b), b.targets, trainer.loss).item() for b in batches)
+    tokens = sum(b.num_targets for b in batches)
+    assert steps[-1]["train/loss"] == pytest.approx(nats / tokens, rel=1e-6)
+    assert [row["tokens"] for row in steps][-1] - [row["tokens"] for row in steps][-2] == tokens
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_the_dry_step_leaves_no_trace(root: Path, kind: str) -> None:
+    trainer = tiny.trainer(tiny.configure(*tiny.settings(root, f"optim={kind}")))
+    torch.manual_seed(3)
+    for begun in (False, True):  # before the first step, and with moments
+        if begun:
+            trainer.step(0, trainer.micro_batches(0), 1.0)
+        before, random_state = snapshot(trainer), torch.get_rng_state()
+        assert trainer.dry_step() > 0
+        assert snapshot(trainer) == before and torch.equal(torch.get_rng_state(), random_state)
+        assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_the_step_after_a_dry_step_is_the_step_without_one(root: Path) -> None:
+    found = []
+    for dry in (False, True):
+        trainer = tiny.trainer(tiny.configure(*tiny.settings(root)))
+        if dry:
+            trainer.dry_step()
+        for step in range(2):
+            result = trainer.step(step, trainer.micro_batches(step), 1.0)
+        found.append((snapshot(trainer), result))
+    assert found[0] == found[1]
+
+
+def test_tokens_and_minutes_become_steps(root: Path) -> None:
+    trainer = tiny.trainer(tiny.configure(*tiny.settings(root, "train.steps=null", "train.tokens=1000")))
+    steps, train = trainer._fix_steps(seconds=1.0), trainer.split.train
+    per_step = train.split.num_targets / train.num_windows * 3
+    assert (steps - 1) * per_step < 1000 <= steps * per_step
+    trainer.config = replace(trainer.config, train=replace(trainer.config.train, tokens=None, minutes=2.0))
+    assert trainer._fix_steps(seconds=1.5) == 80
+    assert trainer._fix_steps(seconds=1e9) == 1
+
+
+def test_train_minutes_is_fixed_once(root: Path) -> None:
+    settings = tiny.settings(root, "name=minutes", "train.steps=null", "train.minutes=0.01")
+    c = tiny.configure(*settings)
+    trainer = tiny.trainer(c)
+    trainer.folder.mkdir(parents=True)
+    trainer.prepare(run_folder.Start())
+    steps = trainer.steps
+    saved = run_folder.read_config(root / "runs/minutes")
+    assert saved is not None and saved["resolved"]["steps"] == steps >= 1
+    assert run_folder.start_of(root / "runs/minutes", c, print).steps == steps
+    again = tiny.trainer(c)
+    again.dry_step = lambda: 1e-9  # type: ignore[method-assign]  a machine that is so much faster
+    again.prepare(run_folder.start_of(root / "runs/minutes", c, print))
+    assert again.steps == steps
+    longer = tiny.configure(*settings, "train.minutes=0.02")
+    assert run_folder.start_of(root / "runs/minutes", longer, print).steps is None
+
+
+def test_a_checkpoint_of_another_vocabulary_or_other_data_is_refused(root: Path, tmp_path: Path) -> None:
+    assert tiny.run(tiny.configure(*tiny.settings(root, "name=first", "train.steps=1"))) == 0
+    saved = str(root / "runs/first/checkpoints/step-00000001")
+    tiny.corpus(tmp_path / "corpus.jsonl", seed=9)
+    words = next((root / "data/tokenizers").glob("bpe-*"))
+    other = tiny.trainer(tiny.configure(*tiny.settings(tmp_path, f"tokenizer.folder={words}")))
+    other.folder.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"other packed data: digest .* now .* name=NEW branch="):
+        other.prepare(run_folder.Start(checkpoint=saved))
+    other.prepare(run_folder.Start(checkpoint=saved, branched=True))  # a branch may learn from other data …
+    assert other.state.step == 1 and other.state.metrics_offset == 0 and other.state.last == {}
+    other = tiny.trainer(tiny.configure(*tiny.settings(tmp_path)))
+    with pytest.raises(UserError, match=r"another vocabulary: 320 rows, digest .* give tokenizer.folder="):
+        other.prepare(run_folder.Start(checkpoint=saved, branched=True))  # … but with the same vocabulary
+
+
+def test_metrics_have_every_step_and_the_validation(root: Path) -> None:
+    more = ("name=metrics", "train.steps=5", "evaluate.every=2", "sample.every=4", "track.every=2")
+    assert tiny.run(tiny.configure(*tiny.settings(root, *more))) == 0
+    lines = [json.loads(line) for line in (root / "runs/metrics/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in lines if "train/loss" in row] == [2, 4, 5]
+    assert [row["step"] for row in lines if "eval/bits_per_byte" in row] == [2, 4, 5]
+    assert [row["step"] for row in lines if "samples/texts" in row] == [4, 5]
+    assert all(text.startswith("the cat") for row in lines for text in row.get("samples/texts", []))
+    keys = {"throughput/tokens_per_s", "throughput/waiting_share", "memory/peak_gb", "time/step_s"}
+    assert all(keys <= row.keys() for row in lines if "train/loss" in row)
+    loaded = checkpoint.load(root / "runs/metrics/checkpoints/step-00000005")
+    assert loaded.manifest.metric == lines[-1]["eval/bits_per_byte"]

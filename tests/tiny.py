@@ -1,0 +1,179 @@
+"""Small runs for tests: a corpus, its settings, and ``python -m stack.train`` in real processes that start fast.
+
+A process is forked from a server that has imported the program but run nothing of it, so it starts in a moment and
+dies like any other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+
+from stack import config, machine
+from stack import train as entry
+from stack.config import Config
+from stack.data.batches import Batch
+from stack.distributed import Ranks
+from stack.model.attention import Segments
+from stack.model.transformer import Decoder
+from stack.tracking import MEASURED, Display
+from stack.trainer import Trainer
+
+WORDS = ("the", "cat", "dog", "house", "ran", "red", "sun", "of", "and", "to", "water", "stone", "tree", "bird", "sang")
+SETTINGS = (
+    "name=tiny",
+    "device=cpu",
+    "compile=off",
+    "data=none",
+    "data.validation=0.3",
+    "data.workers=1",
+    "tokenizer.vocab_size=320",
+    "model.layers=2",
+    "model.d=32",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.head_dim=16",
+    "model.ffn=64",
+    "model.context=64",
+    "model.zero_init=false",
+    "train.window=32",
+    "train.global_batch=3",
+    "train.micro_batch=1",
+    "train.steps=6",
+    "schedule.warmup=2",
+    "checkpoint.every=0",
+    "sample.prompts=[the cat]",
+    "sample.tokens=4",
+)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes: threads cost more than they bring at this size
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["stack.train", "torch._dynamo"])  # the optimizers import the latter
+
+
+def corpus(path: Path, *, documents: int = 40, seed: int = 0) -> Path:
+    """Writes documents of 3 to 60 words."""
+    draw = random.Random(seed)
+    texts = [" ".join(draw.choices(WORDS, k=draw.randint(3, 60))) for _ in range(documents)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def settings(root: Path, *more: str) -> list[str]:
+    """The command line of a small run below ``root``; ``more`` overrides."""
+    text = root / "corpus.jsonl"
+    if not text.exists():
+        corpus(text)
+    own = [*SETTINGS, f"data.files=[{text}]", f"data_dir={root}/data", f"runs_dir={root}/runs"]
+    new = [argument.split("=", 1)[0] for argument in more]
+    return [argument for argument in own if argument.split("=", 1)[0] not in new] + list(more)
+
+
+def configure(*arguments: str) -> Config:
+    """The typed configuration of a command line."""
+    with initialize_config_dir(config.CONF, version_base="1.3"):
+        return config.typed(compose("train", overrides=list(arguments)))
+
+
+def trainer(c: Config, ranks: Ranks | None = None) -> Trainer:
+    """A trainer before its first step."""
+    here = ranks or Ranks()
+    words, packed = entry.stages(c, here, Display(False))
+    model = Decoder(c.model, words.vocab_size, seed=c.seed).to(machine.choose_device(c.device))
+    named = entry.identity(c, words, packed)
+    return Trainer(c, model, entry.split(c, packed, words), words, named, here, Display(False))
+
+
+class Job:
+    """A function in a process of its own; standard output and error go into a file."""
+
+    def __init__(self, work: Callable[..., object], *args: object, log: Path, env: Mapping[str, str] | None = None):
+        self.log = log
+        self.process = SERVER.Process(target=_in_child, args=(work, args, str(log), dict(env or {})))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs; minus the signal that ended it."""
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def wait(self, timeout: float = 120) -> int:
+        """Its exit code, once it has ended."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise TimeoutError(f"still running after {timeout} s:\n{self.output()}")
+        return self.process.exitcode
+
+    def output(self) -> str:
+        """What it has written."""
+        return self.log.read_text() if self.log.exists() else ""
+
+
+def _in_child(work: Callable[..., object], args: tuple[object, ...], log: str, env: dict[str, str]) -> None:
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(env)
+    work(*args)
+
+
+def command(arguments: list[str], module: str = "stack.train") -> None:
+    """``python -m stack.train ARGUMENTS``, in a :class:`Job`."""
+    torch.set_num_threads(1)
+    sys.argv = [module, *arguments]
+    importlib.import_module(module).main()
+
+
+def train(root: Path, *more: str, env: Mapping[str, str] | None = None, log: str = "log") -> Job:
+    """Starts the command of :func:`settings`."""
+    return Job(command, settings(root, *more), log=root / log, env=env)
+
+
+def ranks_of(count: int) -> list[dict[str, str]]:
+    """The environment that torchrun gives to each of ``count`` processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    return [common | {"MASTER_PORT": str(port), "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(count)]
+
+
+def until(holds: Callable[[], bool], timeout: float = 60) -> None:
+    """Waits until something holds."""
+    end = time.monotonic() + timeout
+    while not holds():
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(0.002)
+
+
+def rows(run: Path) -> list[dict]:
+    """The rows of ``metrics.jsonl`` without what is measured."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if not key.startswith(MEASURED)} for line in lines]
+
+
+def run(c: Config) -> int:
+    """``stack.train`` in this process."""
+    return entry.run(c)
+
+
+def segments(batch: Batch) -> Segments:
+    """Of a batch on the CPU."""
+    return Segments(batch.lengths, batch.ids.shape[1], torch.device("cpu"))
