@@ -41,7 +41,7 @@ def main(run: Path) -> int:
         return report(run, folder, manifest, result)
     split = open_packed(Path(manifest["identity"]["packed_folder"])).split("validation")
     words = tokenizer.load(folder)
-    windows = in_order(split, saved[0]["train"]["window"], words.pad)
+    windows = in_order(split, saved["train"]["window"], words.pad)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     print(f"checking {folder} with transformers: {split.num_targets:,} targets", flush=True)
     ours = json.loads((folder / "training/state.json").read_bytes())["last"]["bits_per_byte"]
