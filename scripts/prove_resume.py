@@ -75,22 +75,20 @@ def die_and_go_on(start: Callable[[], Process], run: Path, plan: Sequence[Kill])
     deaths: list[Death] = []
     todo = list(plan)
     while True:
+        kill = todo[0] if todo else Kill(0, 0)
+        step = max(kill.step, last_step(run) + 1)  # what an earlier life left behind is no moment of this one
         begun, process = time.monotonic(), start()
-        saving = ""
         while todo and process.poll() is None:
-            partial = _partial(run, todo[0].step)
-            if partial if todo[0].inside_save else last_step(run) >= todo[0].step:
-                process.send_signal(todo[0].signal)
+            if _partial(run, step) if kill.inside_save else last_step(run) >= step:
+                process.send_signal(kill.signal)
                 break
-            time.sleep(0 if todo[0].inside_save else 0.002)
+            time.sleep(0 if kill.inside_save else 0.002)
         code = process.wait()
-        if todo and code == -signal.SIGKILL:
-            saving = _partial(run, todo[0].step)
-        kill = todo[0] if todo and code else Kill(0, 0)
+        saving = _partial(run, step) if code == -signal.SIGKILL else ""
         deaths.append(Death(kill, last_step(run), saving, code, time.monotonic() - begun))
-        if code not in (-signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGINT):
+        if not todo or code not in (-signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGINT):
             return deaths
-        if saving or not todo[0].inside_save:
+        if saving or not kill.inside_save:
             todo.pop(0)  # else the save was quicker than the kill, and the next one is tried
 
 
@@ -153,7 +151,7 @@ def main(overrides: list[str]) -> int:
             )
         for death in deaths:
             what = f"inside {death.saving}" if death.saving else f"after step {death.step}"
-            how = signal.Signals(death.kill.signal).name if death.code else "ended by itself"
+            how = signal.Signals(death.kill.signal).name if death.code else "its own end"
             print(f"{name:8} {how:16} {what:32} exit code {death.code:4}  {death.seconds:5.1f} s", flush=True)
         if deaths[-1].code:
             sys.exit(f"{name} failed: see {HOME / name}.log")

@@ -78,7 +78,7 @@ def ranks(kind: str, device: str) -> Iterator[Ranks]:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if kind == "none":
         if world > 1:
-            raise UserError(
+            raise (UserError if os.environ.get("RANK", "0") == "0" else EchoError)(
                 f"torchrun started {world} processes, but parallel=none lets each train the same run; add parallel=ddp"
             )
         yield Ranks()

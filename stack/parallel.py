@@ -15,7 +15,7 @@ def wrap(model: nn.Module, ranks: Ranks) -> nn.Module:
     """The module to call for the loss: ``model`` itself, or DDP around it, which averages gradients over ranks."""
     if ranks.world == 1:
         return model
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def unsynchronized(wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:

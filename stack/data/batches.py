@@ -163,9 +163,12 @@ class Windows:
         return Batch(*tensors, lengths=tuple(lengths))
 
     def padding(self) -> Batch:
-        """One window without a segment, for a rank that has none to learn from."""
+        """One window that is one segment with nothing to learn, for a rank that has none.
+
+        A segment, because every parameter takes part in the backward pass of a rank that others wait for.
+        """
         ids = torch.full((1, self.window), self.pad_id, dtype=torch.int64)
-        return Batch(ids, torch.full_like(ids, IGNORED), torch.zeros_like(ids), lengths=((),))
+        return Batch(ids, torch.full_like(ids, IGNORED), torch.zeros_like(ids), lengths=((self.window,),))
 
 
 class Batches(Windows):

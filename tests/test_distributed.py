@@ -1,0 +1,242 @@
+"""stack.distributed and parallel=ddp: laws 1, 2 and 5 under two ranks (gloo, two processes), and one folder a job."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_run_folder import prove_resume
+from test_trainer import Spy, assert_close, norm_of, reference, rows, snapshot
+
+from stack import distributed, parallel
+from stack.config import EchoError, UserError
+from stack.distributed import Ranks, ranks
+
+DDP = ("parallel=ddp", "train.clip=0")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One corpus, packed."""
+    root = tmp_path_factory.mktemp("ranks")
+    tiny.corpus(root / "corpus.jsonl", documents=20)
+    tiny.trainer(tiny.configure(*tiny.settings(root)))
+    return root
+
+
+def together(count: int, work: Callable[..., object], *args: object, folder: Path) -> list[tiny.Job]:
+    """``work`` on every rank, to the end."""
+    jobs = [
+        tiny.Job(work, *args, log=folder / f"rank{i}.log", env=environment)
+        for i, environment in enumerate(tiny.ranks_of(count))
+    ]
+    for job in jobs:
+        job.wait()
+    return jobs
+
+
+# What each rank holds: 5 and 1 supervised tokens; one rank empty; a rank with two micro-batches of which one is
+# masked; all masked.
+CASES: dict[str, list[list[int]]] = {
+    "5 and 1": [[5], [1]],
+    "one rank empty": [[5], []],
+    "first rank empty": [[], [3]],
+    "two each, one masked": [[5, 0], [1, 2]],
+    "all masked": [[0], [0]],
+}
+
+
+def _steps(root: str, out: str) -> None:
+    """On a rank: one step of every case; loss, norm and gradient into a file, and the digests of all ranks."""
+    torch.set_num_threads(1)
+    c = tiny.configure(*tiny.settings(Path(root), *DDP))
+    with ranks("ddp", "cpu") as here:
+        trainer = tiny.trainer(c, here)
+        trainer.dry_step()
+        optimizers, found = trainer.optimizers, {}
+        for name, shares in CASES.items():
+            mine = rows(*[count for share in shares for count in share])
+            first = len(shares[0])
+            mine = mine[:first] if here.main else mine[first:]
+            longest = max(len(share) for share in shares)
+            mine += [trainer.split.train.padding()] * (longest - len(mine))
+            spy = Spy(trainer)
+            result = trainer.step(0, mine, 1.0)
+            trainer.optimizers = optimizers
+            found[name] = (result.loss, result.norm, result.tokens, result.taken, spy.gradients)
+        for step in range(3):  # real updates: both ranks stay the same model
+            trainer.step(step, trainer.micro_batches(step), 1.0)
+        validation = trainer.validation()
+        torch.save((found, snapshot(trainer), validation), f"{out}/{here.rank}.pt")
+
+
+def test_two_ranks_take_the_step_of_one_process(root: Path, tmp_path: Path) -> None:
+    jobs = together(2, _steps, str(root), str(tmp_path), folder=tmp_path)
+    assert [job.poll() for job in jobs] == [0, 0], jobs[0].output() + jobs[1].output()
+    found, digest, validation = torch.load(tmp_path / "0.pt", weights_only=False)
+    other, other_digest, other_validation = torch.load(tmp_path / "1.pt", weights_only=False)
+    alone = tiny.trainer(tiny.configure(*tiny.settings(root, "train.clip=0")))
+    for name, shares in CASES.items():
+        counts = [count for share in shares for count in share]
+        loss, norm, tokens, taken, gradients = found[name]
+        assert (loss, norm, tokens, taken) == other[name][:4]
+        assert (tokens, taken) == (sum(counts), sum(counts) > 0)
+        if taken:
+            wanted, gradient = reference(alone, rows(*counts))
+            assert loss == pytest.approx(wanted, rel=1e-6)
+            assert norm == pytest.approx(norm_of(gradient), rel=1e-6)
+            assert_close(gradients, gradient)
+            assert all(torch.equal(gradients[key], other[name][4][key]) for key in gradients)
+        else:
+            assert loss == norm == 0 and gradients == {}
+    assert digest == other_digest and validation == other_validation
+    for step in range(3):
+        alone.step(step, alone.micro_batches(step), 1.0)
+    assert validation.num_targets == alone.validation().num_targets
+    assert validation.nats == pytest.approx(alone.validation().nats, rel=1e-5)
+
+
+LONG = ("parallel=ddp", "train.global_batch=5", "train.steps=12", "checkpoint.every=3", "evaluate.every=4")
+
+
+class Both:
+    """Two ranks of one job, as one process to :func:`prove_resume.die_and_go_on`."""
+
+    def __init__(self, root: Path, *more: str, late: float = 0.0):
+        self.jobs = []
+        for i, environment in enumerate(tiny.ranks_of(2)):
+            time.sleep(late * i)
+            self.jobs.append(tiny.train(root, *LONG, *more, env=environment, log=f"{more[-1][5:]}-rank{i}.log"))
+        self.pid = self.jobs[0].pid
+
+    def poll(self) -> int | None:
+        return self.jobs[0].poll()
+
+    def send_signal(self, number: int) -> None:
+        """A machine that is switched off takes both at once; a signal may reach one rank alone."""
+        for job in self.jobs if number == signal.SIGKILL else self.jobs[1:]:
+            job.send_signal(number)
+
+    def wait(self) -> int:
+        codes = [job.wait() for job in self.jobs]
+        assert codes[0] == codes[1], self.jobs[0].output() + self.jobs[1].output()
+        return codes[0]
+
+
+def test_two_ranks_have_one_folder_one_log_and_resume_exactly(root: Path) -> None:
+    alone = Both(root, "name=two", late=1.5)
+    assert alone.wait() == 0
+    run = root / "runs/two"
+    assert alone.jobs[1].output() == "" and "12 steps" in alone.jobs[0].output()
+    assert sorted(path.name for path in (root / "runs").iterdir()) == ["two"]
+    steps = [row["step"] for row in tiny.rows(run) if "train/loss" in row]
+    assert steps == list(range(1, 13))
+
+    kills = [prove_resume.Kill(2, signal.SIGTERM), prove_resume.Kill(5), prove_resume.Kill(7, inside_save=True)]
+    deaths = prove_resume.die_and_go_on(lambda: Both(root, "name=two-killed"), root / "runs/two-killed", kills)
+    assert [death.code for death in deaths] == [143, -9, -9, 0] and deaths[2].saving
+    assert prove_resume.digests(root / "runs/two-killed") == prove_resume.digests(run)
+    assert tiny.rows(root / "runs/two-killed") == tiny.rows(run)
+
+    # One process takes the same steps, but for the order in which sums are rounded.
+    job = tiny.train(root, *LONG, "parallel=none", "name=one")
+    assert job.wait() == 0
+    for one, two in zip(tiny.rows(root / "runs/one"), tiny.rows(run), strict=True):
+        assert one["tokens"] == two["tokens"]
+        assert one.get("train/loss", 0) == pytest.approx(two.get("train/loss", 0), rel=1e-4)
+
+
+def test_two_ranks_print_one_error(root: Path) -> None:
+    jobs = [
+        tiny.train(root, "parallel=ddp", "name=bad", "resume=nowhere", env=environment, log=f"bad{i}.log")
+        for i, environment in enumerate(tiny.ranks_of(2))
+    ]
+    assert [job.wait() for job in jobs] == [2, 2]
+    assert "error: resume=nowhere is not a checkpoint of this run" in jobs[0].output()
+    assert jobs[1].output() == ""
+
+
+def _on_main(out: str) -> None:
+    """On a rank: what rank 0 finds reaches all, its errors too."""
+    with ranks("ddp", "cpu") as here:
+        value = here.on_main(lambda: {"a": [1, "ü" * 1000], "rank": here.rank})
+        nothing = here.on_main(lambda: None)
+        total = here.sum(here.rank + 1, 2.0**52)
+
+        def fail() -> None:
+            raise UserError("rank 0 says no")
+
+        try:
+            here.on_main(fail)
+        except UserError as error:
+            failed = [type(error).__name__, str(error)]
+        Path(out, f"{here.rank}.json").write_text(json.dumps([value, nothing, total, failed]))
+
+
+def test_what_rank_0_does_reaches_all(tmp_path: Path) -> None:
+    jobs = together(2, _on_main, str(tmp_path), folder=tmp_path)
+    assert [job.poll() for job in jobs] == [0, 0], jobs[0].output() + jobs[1].output()
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for rank, (value, nothing, total, failed) in enumerate(found):
+        assert (value, nothing, total) == ({"a": [1, "ü" * 1000], "rank": 0}, None, [3.0, 2.0**53])
+        assert failed == [(UserError, EchoError)[rank].__name__, "rank 0 says no"]
+
+
+def _dies(out: str) -> None:
+    """On a rank: rank 0 has a fault of ours while the other waits for it."""
+    with ranks("ddp", "cpu") as here:
+        here.on_main(lambda: 1 / 0)
+
+
+def test_a_fault_on_rank_0_hangs_nobody(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    jobs = together(2, _dies, "", folder=tmp_path)
+    assert all(job.poll() == 1 for job in jobs) and time.monotonic() - begin < 60
+    assert "ZeroDivisionError" in jobs[0].output()
+
+
+def test_parallel_and_torchrun_belong_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"parallel=ddp needs .* torchrun --nproc-per-node=N"), ranks("ddp", "cpu"):
+        pass
+    with ranks("none", "cpu") as here:
+        assert here == Ranks() and here.main and here.sum(1, 2.5) == [1, 2.5]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match=r"torchrun started 2 processes, but parallel=none .* add parallel=ddp"):
+        ranks("none", "cpu").__enter__()
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(EchoError):
+        ranks("none", "cpu").__enter__()
+
+
+@given(windows=st.integers(0, 40), micro=st.integers(1, 9), world=st.integers(1, 6))
+def test_ranks_share_the_windows_of_a_step(windows: int, micro: int, world: int) -> None:
+    shares = [parallel.share(np.arange(windows), micro, Ranks(rank, world)) for rank in range(world)]
+    assert len({len(share) for share in shares}) == 1  # every rank takes part in the same collectives
+    assert np.concatenate([np.zeros(0), *(part for share in shares for part in share)]).tolist() == list(range(windows))
+    assert all(len(part) <= micro for share in shares for part in share)
+    sizes = [sum(map(len, share)) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it(root: Path) -> None:
+    import subprocess
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "stack.train"]
+    done = subprocess.run(
+        [*command, *tiny.settings(root, "parallel=ddp", "name=torchrun")], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("6 steps") == 1
+    assert distributed.Ranks().main
