@@ -2,8 +2,9 @@
 
     python scripts/check_model.py runs/laptop
 
-reads the newest checkpoint of the run with ``AutoModelForCausalLM``, computes the validation bits per byte from
-transformers' own logits, one document piece at a time, and compares it with the run's own figure. ``xz -9``
+reads the newest checkpoint of the run with ``AutoModelForCausalLM``, compares its logits at every position of a few
+texts and 64 greedy tokens with this program's, computes the validation bits per byte from transformers' own
+logits, one document piece at a time, and compares it with the run's own figure. ``xz -9``
 compresses the held-out text, which says what a compressor that learned no English needs. The result is kept in
 ``runs/NAME/check.json``; a second call for the same checkpoint prints it.
 """
@@ -20,12 +21,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stack import checkpoint, tokenizer
-from stack.config import UserError
+from stack.config import Model, UserError
 from stack.data.batches import IGNORED, Windows, in_order
 from stack.data.packing import open_packed
+from stack.generate import generate
+from stack.model.transformer import Decoder
 from stack.run_folder import read_config
+from stack.tokenizer import Tokenizer
 
-TOLERANCE = 1e-4  # bits per byte
+TOLERANCE = 1e-4  # of bits per byte, and of a logit
+PROMPTS = ("The President said that", "It was a dark night, and", "Ingredients:")
 
 
 def main(run: Path) -> int:
@@ -49,8 +54,13 @@ def main(run: Path) -> int:
         words.decode(split.ids(start + 1, length - 1))
         for start, length in zip(split.starts, split.lengths, strict=True)
     ]
+    own = Decoder(Model(**saved["model"]), words.vocab_size)
+    checkpoint.load_weights_into(own, checkpoint.load(folder).weights)
+    difference, equal = compare(own, model, words, text[: len(PROMPTS)])
     result = {
         "model": key,
+        "logits": difference,
+        "greedy": equal,
         "ours": ours,
         "transformers": total_nats(model, windows) / (math.log(2) * split.num_bytes),
         "xz": 8 * len(lzma.compress("".join(text).encode(), preset=9)) / split.num_bytes,
@@ -58,6 +68,22 @@ def main(run: Path) -> int:
     }
     kept.write_text(json.dumps(result, indent=1) + "\n")
     return report(run, folder, manifest, result)
+
+
+@torch.no_grad()
+def compare(own: Decoder, theirs: torch.nn.Module, words: Tokenizer, texts: list[str]) -> tuple[float, int]:
+    """The largest difference of a logit over all positions of the texts, and how many greedy answers are equal."""
+    differences = []
+    for text in texts:
+        ids = torch.tensor([[words.end_of_text, *words.encode(text)][: own.config.context]])
+        differences.append((own.logits(ids) - theirs(ids).logits).abs().max().item())
+    equal = 0
+    for prompt in PROMPTS:
+        ids = [words.end_of_text, *words.encode(prompt)]
+        answer = generate(own, [ids], tokens=64, stops=[words.end_of_text], banned=words.unsampled)[0]
+        reference = theirs.generate(torch.tensor([ids]), max_new_tokens=64, do_sample=False)[0, len(ids) :]
+        equal += answer == reference.tolist()
+    return max(differences), equal
 
 
 @torch.no_grad()
@@ -84,16 +110,19 @@ def total_nats(model: torch.nn.Module, windows: Windows) -> float:
 def report(run: Path, folder: Path, manifest: dict, result: dict) -> int:
     """The table, and where everything lies."""
     same = abs(result["ours"] - result["transformers"]) <= TOLERANCE
+    close = result["logits"] <= TOLERANCE and result["greedy"] == len(PROMPTS)
     print(f"\nvalidation, bits per byte of {result['bytes'] / 1e6:.2f} MB held-out text")
     print(f"  this run              {result['ours']:.4f}")
     verdict = "equal" if same else "DIFFERENT"
     print(f"  by transformers       {result['transformers']:.4f}  ({verdict} to {TOLERANCE})")
     print(f"  xz -9, for comparison {result['xz']:.4f}")
+    print(f"against transformers: logits differ by at most {result['logits']:.1e}, ", end="")
+    print(f"{result['greedy']} of {len(PROMPTS)} greedy answers of 64 tokens are equal")
     print("\nwhere everything lies")
     print(f"  model     {folder}  (any Hugging Face tool opens it)")
     print(f"  metrics   {run}/metrics.jsonl, settings {run}/config.yaml")
     print(f"  data      {manifest['identity']['packed_folder']}, corpus data/corpus")
-    return 0 if same else 1
+    return 0 if same and close else 1
 
 
 if __name__ == "__main__":
