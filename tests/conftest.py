@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from typing import Any
 
-import pytest
-import torch
+# Models in tests are small and processes are several: threads that wait for a processor only spin. Set before torch is
+# imported, and inherited by what the tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
 
-# Models in tests are small and processes are several: threads that wait for a processor only spin.
-torch.set_num_threads(1)
+import pytest
 
 
 @pytest.hookimpl(wrapper=True)
