@@ -280,7 +280,7 @@ class Trainer:
                     "the same command goes on from here"
                 )
                 return 128 + stop
-        self._summary()
+        self._summary(time.perf_counter() - begun)
         return 0
 
     def _signal_of_any_rank(self) -> int:
@@ -414,13 +414,13 @@ class Trainer:
             ]
         )
 
-    def _summary(self) -> None:
+    def _summary(self, seconds: float) -> None:
         last, state = self.state.last, self.state
         if not last:
             return
         self.display.show(
-            f"{state.step} steps, {state.tokens:,} tokens, {state.skipped_steps} skipped; validation "
-            f"{last['loss']:.4f} nats per token, {last['bits_per_byte']:.4f} bits per byte"
+            f"{state.step} steps, {state.tokens:,} tokens, {state.skipped_steps} skipped, {duration(seconds)} since the "
+            f"start; validation {last['loss']:.4f} nats per token, {last['bits_per_byte']:.4f} bits per byte"
         )
         self.display.show(f"checkpoint: {self.folder}/checkpoints/step-{state.step:08d}")
 

@@ -6,6 +6,8 @@ tensor that is saved for the backward pass is added up. All parts are bytes.
 
 from __future__ import annotations
 
+import bisect
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,12 +83,11 @@ def plan_memory(c: config.Config, num_rows: int, dtype: torch.dtype, micro_batch
 
 def largest_micro_batch(c: config.Config, num_rows: int, dtype: torch.dtype, free: int) -> int:
     """The most windows whose plan fits into ``free`` bytes; 0 where none does."""
-    fits = 0
-    while fits < c.train.global_batch and plan_memory(c, num_rows, dtype, fits + 1).peak <= free:
-        fits += 1
-    return fits
+    sizes = range(1, c.train.global_batch + 1)  # the peak grows with the size, so it can be halved in on
+    return bisect.bisect_right(sizes, free, key=lambda size: plan_memory(c, num_rows, dtype, size).peak)
 
 
+@functools.cache
 def _saved_per_token(m: config.Model, dtype: torch.dtype, tokens: int = 64) -> int:
     """Bytes that one block keeps per token for its backward pass."""
     shape = config.Model(**{**m.__dict__, "layers": 1})
