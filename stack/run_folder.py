@@ -50,6 +50,9 @@ class Start:
     checkpoint: str | None = None  # whose weights and moments come first
     branched: bool = False  # that one is another run's
     step: int = 0  # of it
+    num_rows: int | None = None  # of its table
+    vocabulary: str | None = None  # digests of what it was trained with
+    packed: str | None = None
     steps: int | None = None  # the end, where an earlier start fixed it and the length asked for is the same
 
     @property
@@ -108,11 +111,15 @@ def start_of(folder: Path, config: Config, show: Callable[[str], None]) -> Start
     branched = path is None and config.branch is not None
     if branched:
         path = Path(str(config.branch))
+    manifest = None if path is None else checkpoint.verify(path)
     same_length = saved is not None and saved["resolved"]["length"] == _length(config)
     return Start(
         checkpoint=None if path is None else str(path),
         branched=branched,
-        step=0 if path is None else checkpoint.verify(path).step,
+        step=0 if manifest is None else manifest.step,
+        num_rows=None if manifest is None else manifest.num_rows,
+        vocabulary=None if manifest is None else manifest.vocabulary_digest,
+        packed=None if manifest is None else manifest.identity.get("packed"),
         steps=saved["resolved"]["steps"] if saved is not None and same_length else None,
     )
 

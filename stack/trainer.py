@@ -147,26 +147,25 @@ class Trainer:
 
     def prepare(self, start: run_folder.Start) -> None:
         """Everything before the first step: compiler, one dry step, length, weights and moments."""
-        loaded = checkpoint.load(Path(start.checkpoint)) if start.checkpoint else None
-        if loaded is not None:
-            self._check_belongs(loaded, start.branched)
-            self.state = State(**loaded.state)
-        if start.branched:
-            self.state.metrics_offset, self.state.last = 0, {}
+        self._check_belongs(start)
         parameters = sum(p.numel() for p in self.model.parameters())
         self.display.show(f"model: {parameters:,} parameters, {run_folder.describe(self.config)}")
         self._compile()
         seconds = self.dry_step()
         self.steps = start.steps or self.ranks.on_main(lambda: self._fix_steps(seconds))
-        if self.steps < self.state.step:
+        if self.steps < start.step:
             raise UserError(
-                f"the run stands at step {self.state.step}, its end is now asked to be step {self.steps}; give a later "
+                f"the run stands at step {start.step}, its end is now asked to be step {self.steps}; give a later "
                 "end, or go back with resume=CHECKPOINT"
             )
-        if loaded is not None:
+        if start.checkpoint is not None:
+            loaded = checkpoint.load(Path(start.checkpoint))
             checkpoint.load_weights_into(self.model, loaded.weights)
             self.optimizers.load_moments(loaded.moments)
-            self.display.show(f"going on from {start.checkpoint}: step {self.state.step} of {self.steps}")
+            self.state = State(**loaded.state)
+            if start.branched:
+                self.state.metrics_offset, self.state.last = 0, {}
+            self.display.show(f"going on from {start.checkpoint}: step {start.step} of {self.steps}")
         resolved = {"steps": self.steps, "device": self.device, "dtype": str(self.dtype), "identity": self.identity}
         self.ranks.on_main(lambda: run_folder.begin(self.folder, self.config, start, resolved, self.display.show))
 
@@ -182,19 +181,20 @@ class Trainer:
         else:
             self.model.compile_blocks()
 
-    def _check_belongs(self, loaded: checkpoint.Loaded, branched: bool) -> None:
-        m = loaded.manifest
-        if m.vocabulary_digest != self.tokenizer.digest:
+    def _check_belongs(self, start: run_folder.Start) -> None:
+        """Raises :class:`UserError` where the checkpoint has another vocabulary or, not branched from, other data."""
+        words, identity = self.tokenizer, self.identity
+        if start.vocabulary not in (None, words.digest):
             raise UserError(
-                f"the checkpoint {loaded.folder} was trained with another vocabulary: {m.num_rows} rows, digest "
-                f"{m.vocabulary_digest}; the tokenizer {self.tokenizer.folder} has {self.tokenizer.vocab_size}, digest "
-                f"{self.tokenizer.digest}; give tokenizer.folder={loaded.folder}"
+                f"the checkpoint {start.checkpoint} was trained with another vocabulary: {start.num_rows} rows, digest "
+                f"{start.vocabulary}; the tokenizer {words.folder} has {words.vocab_size}, digest {words.digest}; "
+                f"give tokenizer.folder={start.checkpoint}"
             )
-        theirs, ours = m.identity.get("packed"), self.identity["packed"]
-        if theirs != ours and not branched:
+        if start.packed not in (None, identity["packed"]) and not start.branched:
             raise UserError(
-                f"the checkpoint {loaded.folder} was trained on other packed data: digest {theirs}, now {ours} "
-                f"({self.identity['packed_folder']}); restore the data, or use name=NEW branch={loaded.folder}"
+                f"the checkpoint {start.checkpoint} was trained on other packed data: digest {start.packed}, now "
+                f"{identity['packed']} ({identity['packed_folder']}); restore the data, or use name=NEW "
+                f"branch={start.checkpoint}"
             )
 
     def dry_step(self) -> float:
@@ -203,7 +203,7 @@ class Trainer:
         Weights and moments are put back and no random state is touched, so that it leaves no trace.
         """
         t, train = self.config.train, self.split.train
-        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        weights = {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
         moments = {key: value.clone() for key, value in self.optimizers.moments().items()}
         shares = parallel.share(np.arange(t.global_batch), t.micro_batch, self.ranks)
         one = train.batch(shares[0] % train.num_windows) if len(shares[0]) else train.padding()
@@ -419,8 +419,8 @@ class Trainer:
         if not last:
             return
         self.display.show(
-            f"{state.step} steps, {state.tokens:,} tokens, {state.skipped_steps} skipped, {duration(seconds)} since the "
-            f"start; validation {last['loss']:.4f} nats per token, {last['bits_per_byte']:.4f} bits per byte"
+            f"{state.step} steps, {state.tokens:,} tokens, {state.skipped_steps} skipped, in {duration(seconds)}; "
+            f"validation {last['loss']:.4f} nats per token, {last['bits_per_byte']:.4f} bits per byte"
         )
         self.display.show(f"checkpoint: {self.folder}/checkpoints/step-{state.step:08d}")
 

@@ -261,17 +261,21 @@ def test_train_minutes_is_fixed_once(root: Path) -> None:
 def test_a_checkpoint_of_another_vocabulary_or_other_data_is_refused(root: Path, tmp_path: Path) -> None:
     assert tiny.run(tiny.configure(*tiny.settings(root, "name=first", "train.steps=1"))) == 0
     saved = str(root / "runs/first/checkpoints/step-00000001")
+    own = checkpoint.verify(Path(saved))
+    start = run_folder.Start(saved, False, 1, own.num_rows, own.vocabulary_digest, own.identity["packed"])
     tiny.corpus(tmp_path / "corpus.jsonl", seed=9)
     words = next((root / "data/tokenizers").glob("bpe-*"))
     other = tiny.trainer(tiny.configure(*tiny.settings(tmp_path, f"tokenizer.folder={words}")))
     other.folder.mkdir(parents=True)
     with pytest.raises(UserError, match=r"other packed data: digest .* now .* name=NEW branch="):
-        other.prepare(run_folder.Start(checkpoint=saved))
-    other.prepare(run_folder.Start(checkpoint=saved, branched=True))  # a branch may learn from other data …
+        other.prepare(start)
+    other.prepare(replace(start, branched=True))  # a branch may learn from other data …
     assert other.state.step == 1 and other.state.metrics_offset == 0 and other.state.last == {}
     other = tiny.trainer(tiny.configure(*tiny.settings(tmp_path)))
-    with pytest.raises(UserError, match=r"another vocabulary: 320 rows, digest .* give tokenizer.folder="):
-        other.prepare(run_folder.Start(checkpoint=saved, branched=True))  # … but with the same vocabulary
+    with pytest.raises(
+        UserError, match=r"another vocabulary: 320 rows, digest .* has 320, digest .* give tokenizer.folder="
+    ):
+        other.prepare(replace(start, branched=True))  # … but with the same vocabulary
 
 
 def test_metrics_have_every_step_and_the_validation(root: Path) -> None:
