@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_run_folder import prove_resume
 from test_trainer import Spy, assert_close, norm_of, reference, rows, snapshot
@@ -219,6 +219,7 @@ def test_parallel_and_torchrun_belong_together(monkeypatch: pytest.MonkeyPatch) 
         ranks("none", "cpu").__enter__()
 
 
+@settings(deadline=None)
 @given(windows=st.integers(0, 40), micro=st.integers(1, 9), world=st.integers(1, 6))
 def test_ranks_share_the_windows_of_a_step(windows: int, micro: int, world: int) -> None:
     shares = [parallel.share(np.arange(windows), micro, Ranks(rank, world)) for rank in range(world)]

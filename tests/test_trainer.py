@@ -272,9 +272,7 @@ def test_a_checkpoint_of_another_vocabulary_or_other_data_is_refused(root: Path,
     other.prepare(replace(start, branched=True))  # a branch may learn from other data …
     assert other.state.step == 1 and other.state.metrics_offset == 0 and other.state.last == {}
     other = tiny.trainer(tiny.configure(*tiny.settings(tmp_path)))
-    with pytest.raises(
-        UserError, match=r"another vocabulary: 320 rows, digest .* has 320, digest .* give tokenizer.folder="
-    ):
+    with pytest.raises(UserError, match=r"320 rows, digest .* has 320, digest .* give tokenizer.folder="):
         other.prepare(replace(start, branched=True))  # … but with the same vocabulary
 
 
