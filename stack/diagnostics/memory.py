@@ -41,8 +41,8 @@ class MemoryPlan:
         moving = self.activations + max(self.loss, self.backward)
         if self.device == "cpu":
             # glibc gives little of what is freed back to the system, and what the optimizer takes at once does not fit
-            # into the holes: the two add up. A fifth is lost between blocks (measured after some steps).
-            moving += self.activations // 5 + self.step
+            # into the holes: the two add up. Two fifths are lost between blocks (measured, after a few steps).
+            moving += self.activations * 2 // 5 + self.step
         return self.parameters + self.gradients + self.moments + max(moving, self.step)
 
     def lines(self) -> list[str]:
