@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from stack import checkpoint
+from stack.data.packing import open_packed
 from stack.tracking import MEASURED
 
 HOME = Path("runs/prove_resume")
@@ -157,7 +158,9 @@ def main(overrides: list[str]) -> int:
             sys.exit(f"{name} failed: see {HOME / name}.log")
         runs[name] = (*digests(run), record(run))
     tokens = [row["tokens"] for row in runs["alone"][2] if "train/loss" in row]
-    print(f"{len(tokens)} steps, {tokens[-1]:,} tokens; the corpus: see {HOME}/alone.log")
+    (packed,) = (HOME / "data/packed").glob("own-*")
+    epochs = tokens[-1] / open_packed(packed).split("train").num_targets
+    print(f"{len(tokens)} steps, {tokens[-1]:,} tokens, {epochs:.2f} epochs")
     for name, (weights, moments, rows) in runs.items():
         equal = rows == runs["alone"][2]
         print(f"{name:8} weights {weights[:16]}… moments {moments[:16]}… {len(rows)} rows, equal: {equal}")

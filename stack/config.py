@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import os
 import re
 import sys
@@ -23,7 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+# A name may look like a number: name=2024.
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
 _HERE = Path(__file__).resolve().parent
 # The configurations stand beside the package in a checkout and inside it in a wheel.
 CONF = str(next(folder for folder in (_HERE / "conf", _HERE.parent / "conf") if folder.is_dir()))
@@ -31,6 +33,7 @@ CONF = str(next(folder for folder in (_HERE / "conf", _HERE.parent / "conf") if 
 
 MIN_VOCABULARY = 320  # 256 bytes and two control tokens, up to a multiple of 64
 LENGTHS = ("steps", "tokens", "minutes", "epochs")  # of train; exactly one is given
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)  # a person can mend it
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -369,8 +372,12 @@ def entry(config_name: str, job: Callable[[Config], int]) -> Callable[[], None]:
         except KeyboardInterrupt:
             print("interrupted; the same command goes on from what is finished", file=sys.stderr)
             code = 130
-        except Exception:
-            traceback.print_exc()  # Hydra would cut it short
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
+                print(f"error: {error}; make room, or give other folders with data_dir and runs_dir", file=sys.stderr)
+                code = 2
+            else:
+                traceback.print_exc()  # Hydra would cut it short
 
     def main() -> None:
         nonlocal code

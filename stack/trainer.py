@@ -321,12 +321,13 @@ class Trainer:
 
     def _validate(self) -> dict[str, float]:
         found = self.validation()
-        self.state.last = {"loss": found.loss, "bits_per_byte": found.bits_per_byte}
+        values = {"loss": found.loss, "bits_per_byte": found.bits_per_byte}
+        self.state.last = values if math.isfinite(found.loss) else {}  # JSON has no NaN
         self.display.show(
             f"step {self.state.step}: validation {found.loss:.4f} nats per token, "
             f"{found.bits_per_byte:.4f} bits per byte"
         )
-        return {f"eval/{key}": value for key, value in self.state.last.items()}
+        return {f"eval/{key}": value for key, value in values.items()}
 
     def validation(self) -> Validation:
         """One pass over the whole validation split, as the model stands."""
@@ -426,12 +427,18 @@ class Trainer:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM let the step finish and be saved; a second one ends the process at once."""
+        """SIGINT and SIGTERM let the step finish and be saved; a second one ends the process at once.
+
+        What comes within a second of the first is the same one: torchrun passes on what a terminal has sent to all.
+        """
+        since = 0.0
 
         def note(number: int, _: Any) -> None:
-            if self.signal:
+            nonlocal since
+            if self.signal and time.monotonic() - since > 1:
                 os._exit(128 + number)
-            self.signal = number
+            if not self.signal:
+                self.signal, since = number, time.monotonic()
 
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -58,6 +58,7 @@ def message(values: dict) -> list[str]:
 
 def test_no_argument_is_the_laptop_and_stack_100m_is_the_real_run() -> None:
     assert typed(BASE).name == "laptop"
+    assert typed(composed("name=2024")).name == "2024"
     real = typed(composed("experiment=stack_100m"))
     assert (real.name, real.train.global_batch * real.train.window) == ("stack_100m", 2**19)
     assert round(real.train.steps * 2**19 / 1e9, 1) == 20.0
@@ -121,7 +122,7 @@ def test_contradictions_are_told_at_once_each_with_the_flags_to_change() -> None
         ("optim.beta1", 1.0), ("optim.eps", 0.0), ("data.validation", 0.0), ("data.validation", 1.0),
         ("train.clip", -1), ("schedule.decay", 1.1), ("optim.lr", float("nan")), ("optim.lr", float("inf")),
         ("train.steps", 0), ("device", "tpu"), ("train.window", 2.5), ("seed", None), ("model.qk_norm", "perhaps"),
-        ("name", 3), ("data.files", "a.txt"), ("checkpoint", "often"),
+        ("name", [3]), ("data.files", "a.txt"), ("checkpoint", "often"),
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_or_of_another_type_is_named(flag: str, value: object) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from test_run_folder import prove_resume
 from test_trainer import Spy, assert_close, norm_of, reference, rows, snapshot
 
-from stack import distributed, parallel
+from stack import parallel
 from stack.config import EchoError, UserError
 from stack.distributed import Ranks, ranks
 
@@ -231,13 +233,20 @@ def test_ranks_share_the_windows_of_a_step(windows: int, micro: int, world: int)
 
 
 @pytest.mark.slow
-def test_torchrun_starts_it(root: Path) -> None:
-    import subprocess
-
+def test_torchrun_starts_it_and_an_interrupt_of_the_terminal_is_saved(root: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "stack.train"]
+    more = ("parallel=ddp", "name=torchrun", "train.steps=100000")
+    run = root / "runs/torchrun"
+    with (root / "torchrun.log").open("wb") as log:
+        job = subprocess.Popen([*command, *tiny.settings(root, *more)], stdout=log, stderr=log, start_new_session=True)
+        tiny.until(lambda: prove_resume.last_step(run) >= 2, timeout=200)
+        os.killpg(job.pid, signal.SIGINT)  # as a terminal does: to torchrun and to both ranks
+        job.wait(timeout=60)
+    output = (root / "torchrun.log").read_text()
+    assert output.count("saved; the same command goes on from here") == 1, output
+    (saved,) = (run / "checkpoints").iterdir()
     done = subprocess.run(
-        [*command, *tiny.settings(root, "parallel=ddp", "name=torchrun")], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("6 steps") == 1
-    assert distributed.Ranks().main
+        [*command, *tiny.settings(root, *more, f"train.steps={int(saved.name[5:]) + 2}")],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0 and f"going on from {saved}" in done.stdout, done.stdout + done.stderr

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -128,14 +129,31 @@ def test_an_interrupt_while_packing_goes_on_from_what_is_finished(tmp_path: Path
 
 
 def test_a_second_signal_ends_at_once(root: Path) -> None:
-    job = tiny.train(root, "name=twice", "train.steps=1000000", log="twice")
+    job = tiny.train(root, "name=twice", "train.global_batch=10000", log="twice")  # a step of many seconds
     tiny.until(lambda: (root / "runs/twice/metrics.jsonl").exists())
-    os.kill(job.pid, signal.SIGSTOP)  # both are waiting when it goes on
-    os.kill(job.pid, signal.SIGTERM)
-    os.kill(job.pid, signal.SIGINT)
-    os.kill(job.pid, signal.SIGCONT)
-    assert job.wait() in (130, 143)
+    job.send_signal(signal.SIGTERM)
+    time.sleep(1.2)
+    assert job.poll() is None
+    job.send_signal(signal.SIGINT)
+    assert job.wait(timeout=5) == 130
     assert not (root / "runs/twice/checkpoints").exists() and "saved" not in job.output()
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(root: Path) -> None:
+    job = tiny.train(root, "name=once", "train.steps=1000000", log="once")
+    tiny.until(lambda: (root / "runs/once/metrics.jsonl").exists())
+    for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT):  # both wait when it goes on
+        job.send_signal(number)
+    assert job.wait() in (130, 143)
+    assert len(list((root / "runs/once/checkpoints").iterdir())) == 1 and "saved" in job.output()
+
+
+def test_no_room_for_the_record_is_one_message(root: Path) -> None:
+    job = tiny.train(root, "name=room", "train.steps=1000000", log="room")
+    tiny.until(lambda: (root / "runs/room/metrics.jsonl").exists())
+    resource.prlimit(job.pid, resource.RLIMIT_FSIZE, (2000, 2000))  # metrics.jsonl itself cannot grow
+    message = error_of(job)
+    assert "File too large" in message and "make room" in message
 
 
 def _into_a_closed_pipe(arguments: list[str]) -> None:

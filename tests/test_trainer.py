@@ -288,3 +288,19 @@ def test_metrics_have_every_step_and_the_validation(root: Path) -> None:
     assert all(keys <= row.keys() for row in lines if "train/loss" in row)
     loaded = checkpoint.load(root / "runs/metrics/checkpoints/step-00000005")
     assert loaded.manifest.metric == lines[-1]["eval/bits_per_byte"]
+
+
+def test_a_validation_that_is_not_finite_is_recorded_and_saved(root: Path) -> None:
+    more = ("name=nan", "evaluate.every=1", "checkpoint.every=1", "train.steps=2", "sample.prompts=[]")
+    c = tiny.configure(*tiny.settings(root, *more))
+    trainer = tiny.trainer(c)
+    trainer.folder.mkdir(parents=True)
+    hook = trainer.model.model.norm.register_forward_hook(
+        lambda module, inputs, output: output if torch.is_grad_enabled() else output * float("nan")
+    )
+    assert trainer.run(run_folder.Start()) == 0
+    hook.remove()
+    rows = tiny.rows(trainer.folder)
+    assert [row["eval/loss"] for row in rows if "eval/loss" in row] == ["nan", "nan"]
+    loaded = checkpoint.load(trainer.folder / "checkpoints/step-00000002")
+    assert loaded.manifest.metric is None and loaded.state["last"] == {}
