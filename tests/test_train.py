@@ -116,7 +116,7 @@ def test_a_full_disk_in_the_second_save_leaves_the_first(root: Path) -> None:
 
 
 def test_an_interrupt_while_packing_goes_on_from_what_is_finished(tmp_path: Path) -> None:
-    tiny.corpus(tmp_path / "corpus.jsonl", documents=20_000)
+    tiny.corpus(tmp_path / "corpus.jsonl", documents=8_000)
     more = ("train.steps=1", "sample.prompts=[]")
     job = tiny.train(tmp_path, *more)
     tiny.until(lambda: (tmp_path / "data/packed").exists())  # the tokenizer is finished
