@@ -300,7 +300,7 @@ def retain(checkpoints: Path, keep: int) -> None:
     newest_good: list[Path] = []
     for folder in reversed(_steps(checkpoints)):
         try:
-            manifests[folder] = verify(folder) if len(newest_good) < keep else _manifest(folder)
+            manifests[folder] = verify(folder) if len(newest_good) < keep else read_manifest(folder)
         except UserError:
             continue
         if len(newest_good) < keep:
@@ -330,7 +330,7 @@ def newest(checkpoints: Path, warn: Callable[[str], None], *, owner: bool = True
 
 def verify(folder: Path) -> Manifest:
     """Hold every file against the manifest, by size and then by digest, in constant memory; :class:`UserError`."""
-    manifest = _manifest(folder)
+    manifest = read_manifest(folder)
     for name, file in manifest.files.items():
         try:
             actual = _sha256(folder / name)
@@ -340,7 +340,7 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def _manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
     """The manifest, once every file that it names was found in its size."""
     if not folder.is_dir():
         beside = ", ".join(path.name for path in _steps(folder.parent)) or "none"
@@ -386,7 +386,7 @@ def _bad(path: Path, what: str) -> UserError:
 
 def load(folder: Path) -> Loaded:
     """Read a checkpoint, each file once, and verify every digest; :class:`UserError` names what does not hold."""
-    manifest = _manifest(folder)
+    manifest = read_manifest(folder)
 
     def read(name: str, parse: Callable[[bytes], Any]) -> Any:
         data = _read(folder / name)

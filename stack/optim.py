@@ -108,15 +108,12 @@ class Optimizers:
         rest = [p for n, p in self.names.items() if n not in matrices]
         groups = [{"params": rest, "lr": c.lr, "weight_decay": c.table_decay, "name": "table"}]
         self.all: list[torch.optim.Optimizer] = []
+        group = {"params": list(matrices.values()), "weight_decay": c.weight_decay, "name": "matrices"}
         if c.kind == "muon":
-            group = {"params": list(matrices.values()), "lr": c.matrix_lr, "weight_decay": c.weight_decay}
-            self.all.append(
-                Muon([{**group, "momentum": c.momentum, "name": "matrices"}], ns_steps=c.ns_steps, dtype=ns_dtype)
-            )
+            group |= {"lr": c.matrix_lr, "momentum": c.momentum}
+            self.all.append(Muon([group], ns_steps=c.ns_steps, dtype=ns_dtype))
         else:
-            groups.append(
-                {"params": list(matrices.values()), "lr": c.lr, "weight_decay": c.weight_decay, "name": "matrices"}
-            )
+            groups.append(group | {"lr": c.lr})
         fused = rest[0].device.type in ("cpu", "cuda")
         self.all.append(torch.optim.AdamW(groups, betas=(c.beta1, c.beta2), eps=c.eps, fused=fused))
         for group in self.groups():

@@ -111,7 +111,9 @@ def start_of(folder: Path, config: Config, show: Callable[[str], None]) -> Start
     branched = path is None and config.branch is not None
     if branched:
         path = Path(str(config.branch))
-    manifest = None if path is None else checkpoint.verify(path)
+    # The newest good one has been verified; what a flag names has not.
+    manifest_of = checkpoint.verify if branched or config.resume is not None else checkpoint.read_manifest
+    manifest = None if path is None else manifest_of(path)
     same_length = saved is not None and saved["resolved"]["length"] == _length(config)
     return Start(
         checkpoint=None if path is None else str(path),

@@ -31,9 +31,8 @@ class Metrics:
     def __init__(self, folder: Path, offset: int):
         self.path = folder / "metrics.jsonl"
         with open(self.path, "a+b") as file:
-            file.seek(0)
-            data = file.read()
-            if beyond := data[offset:]:
+            file.seek(offset)
+            if beyond := file.read():
                 with open(folder / "metrics.discarded.jsonl", "ab") as discarded:
                     discarded.write(beyond if beyond.endswith(b"\n") else beyond + b"\n")
                     discarded.flush()

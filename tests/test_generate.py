@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from hugging_face import same_shape
 
 from stack import config
 from stack.config import UserError
@@ -55,25 +55,7 @@ def test_cached_logits_equal_uncached_ones(model, monkeypatch):
 
 
 def test_greedy_equals_transformers_for_64_ids(model):
-    c = model.config
-    other = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=ROWS,
-            hidden_size=c.d,
-            intermediate_size=c.ffn,
-            num_hidden_layers=c.layers,
-            num_attention_heads=c.heads,
-            num_key_value_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            max_position_embeddings=c.context,
-            rms_norm_eps=c.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    ).eval()
+    other = same_shape(model.config, ROWS, bos_token_id=None, eos_token_id=None, pad_token_id=0)
     other.load_state_dict(model.state_dict(), strict=False)
     other.tie_weights()
     answers = decode(model, tokens=64)

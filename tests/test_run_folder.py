@@ -8,12 +8,10 @@ import json
 import shutil
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tiny
-import torch
 
 from stack import checkpoint, run_folder
 from stack.config import UserError
@@ -35,14 +33,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.corpus(root / "corpus.jsonl", documents=20)
     assert tiny.train(root, *LONG, "name=alone").wait() == 0
     return root
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def whole(run: Path) -> tuple[tuple[str, str], list[dict]]:

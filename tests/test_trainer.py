@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,14 +24,6 @@ SUPERVISED = (1, 2, 3, 10)
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One corpus and its packed data for the whole module."""
     return tmp_path_factory.mktemp("trainer")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def rows(*supervised: int, window: int = 16) -> list[Batch]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from hugging_face import same_shape
 
 from stack import config
 from stack.config import CONF
@@ -30,27 +30,6 @@ def alone(ids):
     return torch.arange(length).expand(size, length), Segments(((length,),) * size, length, CPU)
 
 
-def reference(c: config.Model, num_rows: int):
-    """The Hugging Face model of the same shape; Qwen3 has norms on queries and keys, Llama has not."""
-    kinds = (Qwen3Config, Qwen3ForCausalLM) if c.qk_norm else (LlamaConfig, LlamaForCausalLM)
-    return kinds[1](
-        kinds[0](
-            vocab_size=num_rows,
-            hidden_size=c.d,
-            intermediate_size=c.ffn,
-            num_hidden_layers=c.layers,
-            num_attention_heads=c.heads,
-            num_key_value_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            max_position_embeddings=c.context,
-            rms_norm_eps=c.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-            tie_word_embeddings=True,
-            attention_bias=False,
-        )
-    ).eval()
-
-
 def twin(model: Decoder):
     """A Hugging Face model with the same weights, taken by name; its norms are 1 nowhere."""
     with torch.no_grad():
@@ -59,7 +38,7 @@ def twin(model: Decoder):
                 parameter.copy_(
                     1 + 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
                 )
-    other = reference(model.config, model.table.weight.shape[0])
+    other = same_shape(model.config, model.table.weight.shape[0])
     missing, unexpected = other.load_state_dict(model.state_dict(), strict=False)
     assert missing == ["lm_head.weight"] and not unexpected
     other.tie_weights()
@@ -106,7 +85,7 @@ def test_parameters_of_the_real_run():
 def test_names_are_those_of_hugging_face():
     """The tied head has no name of its own."""
     with torch.device("meta"):
-        ours, theirs = Decoder(SMALL, ROWS), reference(SMALL, ROWS)
+        ours, theirs = Decoder(SMALL, ROWS), same_shape(SMALL, ROWS)
     assert {n: p.shape for n, p in ours.state_dict().items()} == {n: p.shape for n, p in theirs.named_parameters()}
 
 
