@@ -30,7 +30,6 @@ from stack.run_folder import read_config
 from stack.tokenizer import Tokenizer
 
 TOLERANCE = 1e-4  # of bits per byte, and of a logit
-PROMPTS = ("The President said that", "It was a dark night, and", "Ingredients:")
 
 
 def main(run: Path) -> int:
@@ -56,11 +55,13 @@ def main(run: Path) -> int:
     ]
     own = Decoder(Model(**saved["model"]), words.vocab_size)
     checkpoint.load_weights_into(own, checkpoint.load(folder).weights)
-    difference, equal = compare(own, model, words, text[: len(PROMPTS)])
+    prompts = saved["sample"]["prompts"]
+    difference, equal = compare(own, model, words, text[:3], prompts)
     result = {
         "model": key,
         "logits": difference,
         "greedy": equal,
+        "prompts": len(prompts),
         "ours": ours,
         "transformers": total_nats(model, windows) / (math.log(2) * split.num_bytes),
         "xz": 8 * len(lzma.compress("".join(text).encode(), preset=9)) / split.num_bytes,
@@ -71,14 +72,16 @@ def main(run: Path) -> int:
 
 
 @torch.no_grad()
-def compare(own: Decoder, theirs: torch.nn.Module, words: Tokenizer, texts: list[str]) -> tuple[float, int]:
+def compare(
+    own: Decoder, theirs: torch.nn.Module, words: Tokenizer, texts: list[str], prompts: list[str]
+) -> tuple[float, int]:
     """The largest difference of a logit over all positions of the texts, and how many greedy answers are equal."""
     differences = []
     for text in texts:
         ids = torch.tensor([[words.end_of_text, *words.encode(text)][: own.config.context]])
         differences.append((own.logits(ids) - theirs(ids).logits).abs().max().item())
     equal = 0
-    for prompt in PROMPTS:
+    for prompt in prompts:
         ids = [words.end_of_text, *words.encode(prompt)]
         answer = generate(own, [ids], tokens=64, stops=[words.end_of_text], banned=words.unsampled)[0]
         reference = theirs.generate(torch.tensor([ids]), max_new_tokens=64, do_sample=False)[0, len(ids) :]
@@ -110,14 +113,14 @@ def total_nats(model: torch.nn.Module, windows: Windows) -> float:
 def report(run: Path, folder: Path, manifest: dict, result: dict) -> int:
     """The table, and where everything lies."""
     same = abs(result["ours"] - result["transformers"]) <= TOLERANCE
-    close = result["logits"] <= TOLERANCE and result["greedy"] == len(PROMPTS)
+    close = result["logits"] <= TOLERANCE and result["greedy"] == result["prompts"]
     print(f"\nvalidation, bits per byte of {result['bytes'] / 1e6:.2f} MB held-out text")
     print(f"  this run              {result['ours']:.4f}")
     verdict = "equal" if same else "DIFFERENT"
     print(f"  by transformers       {result['transformers']:.4f}  ({verdict} to {TOLERANCE})")
     print(f"  xz -9, for comparison {result['xz']:.4f}")
     print(f"against transformers: logits differ by at most {result['logits']:.1e}, ", end="")
-    print(f"{result['greedy']} of {len(PROMPTS)} greedy answers of 64 tokens are equal")
+    print(f"{result['greedy']} of {result['prompts']} greedy answers of 64 tokens are equal")
     print("\nwhere everything lies")
     print(f"  model     {folder}  (any Hugging Face tool opens it)")
     print(f"  metrics   {run}/metrics.jsonl, settings {run}/config.yaml")

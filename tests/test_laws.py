@@ -36,3 +36,17 @@ def test_a_named_test_exists_and_runs_by_default(file: str, name: str) -> None:
 def test_every_law_of_these_parts_has_a_test(law: str) -> None:
     rows = [line for line in LAWS.splitlines() if line.startswith(f"| {law} |")]
     assert rows and all("::" in row for row in rows), f"law {law} has no test in LAWS.md"
+
+
+CASES = (
+    "accumulation", "ranks", "nothing to learn", "chunking", "sum over chunks", "validation", "last window",
+    "packed neighbours", "long items (documents)", "short split", "big ids", "alphabet", "control text (documents)",
+    "small vocabularies", "names", "tied file", "contradicting file", "cut checkpoint", "disk full",
+    "ranks and folders",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_of_these_parts_has_a_test(case: str) -> None:
+    rows = [line for line in LAWS.splitlines() if line.startswith(f"| {case} |")]
+    assert len(rows) == 1 and "::" in rows[0], f"the case {case!r} has no test in LAWS.md"
