@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -148,6 +148,43 @@ class Data:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class TalkSource(Source):
+    """One source of conversations, and what a good answer to one of them is."""
+
+    text: str = "messages"  # the field that holds the list of messages
+    check: Literal["none", "exact"] = "none"  # exact: the reference answer, character by character
+    headings: tuple[str, ...] = ()  # lines that stand in every good answer
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Conversations(Data):
+    """The conversations, and how they are packed."""
+
+    sources: dict[str, TalkSource]
+    too_long: Literal["cut", "drop"]  # cut: end after the last whole assistant turn that fits, if there is one
+
+    def resolved_sources(self) -> dict[str, TalkSource]:
+        """The sources in force: ``chat.files`` and ``chat.hub.path`` replace the group's own."""
+        return {
+            key: source if isinstance(source, TalkSource) else TalkSource(**source.__dict__)
+            for key, source in super().resolved_sources().items()
+        }
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Sft:
+    """What fine-tuning adds to training."""
+
+    tokens: tuple[str, ...]  # control tokens that the vocabulary grows by, where it has not got them
+    optimizer: Literal["continue", "fresh"]  # keep the base's moments, or start without
+    replay: Annotated[float, Field(ge=0, lt=1)]  # share of each step's windows that are pretraining text
+    replay_data: str | None  # a packed folder for replay; the base's own otherwise
+    show: Natural  # print so many packed conversations with what is supervised coloured, and stop
+    answers: Natural  # held-out conversations of each source that are answered and checked at every validation
+    answer_tokens: Count  # the most tokens of such an answer
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Optim:
     """AdamW for every parameter, or Muon for the hidden matrices and AdamW for the rest."""
 
@@ -236,8 +273,8 @@ class Track:
 
 
 @dataclass(frozen=True, config=_STRICT)
-class Config:
-    """All of ``python -m stack.train``."""
+class Run:
+    """What pretraining and fine-tuning share."""
 
     name: str
     seed: int
@@ -245,12 +282,8 @@ class Config:
     precision: Literal["auto", "float32", "bf16"]
     compile: Literal["auto", "on", "off"]
     resume: str | None  # a checkpoint of this run to go back to; the newest good one otherwise
-    branch: str | None  # a checkpoint whose weights and moments start this new run
     data_dir: str
     runs_dir: str
-    model: Model
-    tokenizer: Tokenizer
-    data: Data
     train: Train
     optim: Optim
     schedule: Schedule
@@ -261,21 +294,57 @@ class Config:
     track: Track
 
 
+@dataclass(frozen=True, config=_STRICT)
+class Config(Run):
+    """All of ``python -m stack.train``."""
+
+    branch: str | None  # a checkpoint whose weights and moments start this new run
+    model: Model
+    tokenizer: Tokenizer
+    data: Data
+
+
+@dataclass(frozen=True, config=_STRICT)
+class FineTune(Run):
+    """All of ``python -m stack.sft``."""
+
+    base: str  # a run, a checkpoint, or any Hugging Face folder of type Qwen3 or Llama
+    chat: Conversations
+    sft: Sft
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Chat:
+    """All of ``python -m stack.chat``."""
+
+    checkpoint: str  # a run, a checkpoint, or any Hugging Face folder of type Qwen3 or Llama
+    prompt: str | None  # one shot: any text, taken as it is
+    prompt_file: str | None  # one shot from a file
+    system: str | None  # a system turn in front
+    tokens: Count  # the most tokens of an answer
+    temperature: NotNegative  # 0: the likeliest token
+    top_k: Natural  # 0: all
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    seed: int
+    device: Literal["auto", "cpu", "cuda", "mps"]
+    precision: Literal["auto", "float32", "bf16"]
+
+
+Schema = TypeVar("Schema", Config, FineTune, Chat)
+
+
 def plain(config: Any) -> dict[str, Any]:
     """The configuration as nested plain values, for YAML, JSON and digests."""
     return TypeAdapter(type(config)).dump_python(config, mode="json")
 
 
-def typed(config: DictConfig | dict[str, Any]) -> Config:
+def typed(config: DictConfig | dict[str, Any], schema: type[Schema] = Config) -> Schema:
     """The composed configuration as frozen objects; raises one :class:`UserError` with every problem in it."""
+    values = _plain_values(config) if isinstance(config, DictConfig) else config
     try:
-        values = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
-    except OmegaConfBaseException as error:
-        raise UserError(f"the configuration cannot be resolved: {error}") from error
-    try:
-        result = TypeAdapter(Config).validate_python(values)
+        result = TypeAdapter(schema).validate_python(values)
     except ValidationError as error:
-        found = [_describe(problem) for problem in error.errors()]
+        found = [_describe(problem, schema) for problem in error.errors()]
     else:
         found = problems(result)
     if found:
@@ -284,12 +353,19 @@ def typed(config: DictConfig | dict[str, Any]) -> Config:
     return result
 
 
-def _describe(problem: Any) -> str:
+def _plain_values(config: DictConfig) -> dict[str, Any]:
+    try:
+        return OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"the configuration cannot be resolved: {error}") from error
+
+
+def _describe(problem: Any, schema: type) -> str:
     """One line for one finding of pydantic: the flag, what is wrong, the value, the way out."""
     *path, last = [str(part) for part in problem["loc"]]
     flag = ".".join([*path, last])
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        known = _keys_at(path)
+        known = _keys_at(path, schema)
         close = difflib.get_close_matches(last, known, n=1)
         hint = f"did you mean {'.'.join([*path, close[0]])}?" if close else f"known here: {', '.join(known)}"
         return f"{flag}: there is no such setting; {hint}"
@@ -298,24 +374,41 @@ def _describe(problem: Any) -> str:
     return f"{flag}={problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
 
 
-def _keys_at(path: list[str]) -> list[str]:
+def _keys_at(path: list[str], schema: type) -> list[str]:
     """The settings that exist below a dotted path."""
-    schema = TypeAdapter(Config).json_schema()
-    node: dict[str, Any] = schema
+    root = TypeAdapter(schema).json_schema()
+    node: dict[str, Any] = root
     for part in path:
         node = node.get("properties", {}).get(part, node.get("additionalProperties", {}))
         reference = node.get("$ref") or next((o["$ref"] for o in node.get("anyOf", []) if "$ref" in o), None)
         if reference:
-            node = schema["$defs"][reference.rsplit("/", 1)[1]]
+            node = root["$defs"][reference.rsplit("/", 1)[1]]
     return list(node.get("properties", {}))
 
 
-def problems(c: Config) -> list[str]:
+def problems(c: Config | FineTune | Chat) -> list[str]:
     """Every contradiction between settings that are each valid, one line each, naming the flag to change."""
-    m, t, sources = c.model, c.train, c.data.resolved_sources()
-    lengths = {f"train.{key}": getattr(t, key) for key in LENGTHS}
-    given = [f"{flag}={value}" for flag, value in lengths.items() if value is not None]
-    checks = [
+    checks = []
+    if isinstance(c, Config):
+        checks += [
+            *_of_model(c.model, c.train),
+            *_of_data("data", c.data),
+            _of_name("tokenizer.name", c.tokenizer.name),
+        ]
+    if isinstance(c, FineTune):
+        checks += _of_data("chat", c.chat)
+    if isinstance(c, Run):
+        checks += [_of_length(c.train), _of_name("name", c.name)]
+    if isinstance(c, Chat):
+        checks.append((c.prompt is None or c.prompt_file is None, "give either prompt or prompt_file, not both"))
+    return [line for holds, line in checks if not holds]
+
+
+_Check = tuple[bool, str]  # what must hold, and the line that says what is wrong where it does not
+
+
+def _of_model(m: Model, t: Train) -> list[_Check]:
+    return [
         (
             m.heads % m.kv_heads == 0,
             f"model.heads={m.heads} is not a multiple of model.kv_heads={m.kv_heads}; change one of them",
@@ -324,46 +417,60 @@ def problems(c: Config) -> list[str]:
             t.window <= m.context,
             f"train.window={t.window} is longer than model.context={m.context}; lower the one or raise the other",
         ),
-        (
-            len(given) == 1,
-            f"exactly one of {', '.join(lengths)} says how long to train (here: {', '.join(given) or 'none'}); "
-            "set the others to null",
-        ),
-        (
-            bool(sources) or c.data.packed is not None,
-            "no text: give data.files='[a.txt]', data.hub.path=NAME or a data group",
-        ),
     ]
-    checks += [
-        (
-            name not in ("", ".", "..") and "/" not in name and "\\" not in name,
-            f"{flag}={name!r}: must be the plain name of one folder",
-        )
-        for flag, name in (("name", c.name), ("tokenizer.name", c.tokenizer.name), ("data.name", c.data.name))
-    ]
-    checks += [
-        (
-            bool(source.files) != (source.hub is not None),
-            f"data.sources.{key}: give either files or hub (here: files={list(source.files)}, hub={source.hub})",
-        )
-        for key, source in sources.items()
-    ]
-    return [line for holds, line in checks if not holds]
 
 
-def entry(config_name: str, job: Callable[[Config], int]) -> Callable[[], None]:
+def _of_length(t: Train) -> _Check:
+    lengths = {f"train.{key}": getattr(t, key) for key in LENGTHS}
+    given = [f"{flag}={value}" for flag, value in lengths.items() if value is not None]
+    return (
+        len(given) == 1,
+        f"exactly one of {', '.join(lengths)} says how long to train (here: {', '.join(given) or 'none'}); "
+        "set the others to null",
+    )
+
+
+def _of_data(group: str, data: Data) -> list[_Check]:
+    sources = data.resolved_sources()
+    return [
+        (
+            bool(sources) or data.packed is not None,
+            f"no text: give {group}.files='[a.jsonl]', {group}.hub.path=NAME or a {group} group",
+        ),
+        _of_name(f"{group}.name", data.name),
+        *(
+            (
+                bool(source.files) != (source.hub is not None),
+                f"{group}.sources.{key}: give either files or hub (here: files={list(source.files)}, hub={source.hub})",
+            )
+            for key, source in sources.items()
+        ),
+    ]
+
+
+def _of_name(flag: str, name: str) -> _Check:
+    plain_name = name not in ("", ".", "..") and "/" not in name and "\\" not in name
+    return plain_name, f"{flag}={name!r}: must be the plain name of one folder"
+
+
+def entry(
+    config_name: str, schema: type[Schema], job: Callable[[Schema], int], *, raw: tuple[str, ...] = ()
+) -> Callable[[], None]:
     """The ``main`` of an entry point: compose ``conf/CONFIG_NAME.yaml`` with the command line, then ``job``.
+
+    Settings named in ``raw`` are texts of a person: they are taken as they are and never parsed.
 
     ``job`` returns the exit code. A :class:`UserError`, and what Hydra finds wrong with the command line, print one
     message and exit with 2; any other exception keeps its traceback and exits with 1.
     """
     code: int | None = None  # None: Hydra did not come to the job
+    texts: dict[str, str] = {}
 
     def run(values: DictConfig) -> None:
         nonlocal code
         code = 1
         try:
-            code = job(typed(values))
+            code = job(typed({**_plain_values(values), **texts}, schema))
         except UserError as error:
             if not isinstance(error, EchoError):
                 rank = os.environ.get("RANK", "0")
@@ -381,7 +488,9 @@ def entry(config_name: str, job: Callable[[Config], int]) -> Callable[[], None]:
 
     def main() -> None:
         nonlocal code
-        sys.argv[1:] = [_left_to_us(argument) for argument in sys.argv[1:]]
+        given = [(argument, *argument.partition("=")[::2]) for argument in sys.argv[1:]]
+        texts.update({key: value for argument, key, value in given if key in raw and "=" in argument})
+        sys.argv[1:] = [_left_to_us(argument) for argument, key, _ in given if key not in texts]
         try:
             hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(run)()
         except SystemExit as stop:

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from stack import checkpoint
-from stack.config import LENGTHS, Config, UserError, plain
+from stack.config import LENGTHS, Run, UserError, plain
 from stack.distributed import Ranks
 
 # What may change when a run goes on: who computes and how it is shown, when something is looked at, and a later end.
@@ -39,6 +39,10 @@ FREE = (
     "train.micro_batch",
     "train.max_bad_steps",
     "data.workers",
+    "chat.workers",
+    "sft.show",
+    "sft.answers",
+    "sft.answer_tokens",
     *(f"train.{key}" for key in LENGTHS),
 )
 
@@ -61,7 +65,7 @@ class Start:
         return self.steps is not None and not self.branched and self.step >= self.steps
 
 
-def folder_of(config: Config) -> Path:
+def folder_of(config: Run) -> Path:
     """``runs/NAME``."""
     return Path(config.runs_dir) / config.name
 
@@ -90,8 +94,8 @@ def _lock(folder: Path, held: ExitStack) -> None:
     file.flush()
 
 
-def start_of(folder: Path, config: Config, show: Callable[[str], None]) -> Start:
-    """The checkpoint to go on from: ``resume=``, else the newest good one here, else ``branch=``, else none.
+def start_of(folder: Path, config: Run, show: Callable[[str], None], branch: str | None = None) -> Start:
+    """The checkpoint to go on from: ``resume=``, else the newest good one here, else ``branch``, else none.
 
     Raises:
         UserError: settings changed that must not, or the checkpoint that is asked for is not there or not whole.
@@ -108,9 +112,9 @@ def start_of(folder: Path, config: Config, show: Callable[[str], None]) -> Start
                 f"resume={path} is not a checkpoint of this run ({own}/step-…); "
                 "to start a new run from another one's checkpoint use branch=…"
             )
-    branched = path is None and config.branch is not None
+    branched = path is None and branch is not None
     if branched:
-        path = Path(str(config.branch))
+        path = Path(str(branch))
     # The newest good one has been verified; what a flag names has not.
     manifest_of = checkpoint.verify if branched or config.resume is not None else checkpoint.read_manifest
     manifest = None if path is None else manifest_of(path)
@@ -126,7 +130,7 @@ def start_of(folder: Path, config: Config, show: Callable[[str], None]) -> Start
     )
 
 
-def begin(folder: Path, config: Config, start: Start, resolved: dict[str, Any], show: Callable[[str], None]) -> None:
+def begin(folder: Path, config: Run, start: Start, resolved: dict[str, Any], show: Callable[[str], None]) -> None:
     """The moment before the first step: ``config.yaml`` is written, and what ``resume=`` goes back behind set aside.
 
     ``resolved`` is what was fixed from the settings; ``steps`` is the end.
@@ -159,11 +163,11 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     return values
 
 
-def _length(config: Config) -> dict[str, Any]:
+def _length(config: Run) -> dict[str, Any]:
     return {key: getattr(config.train, key) for key in LENGTHS}
 
 
-def _check_unchanged(folder: Path, saved: dict[str, Any], config: Config) -> None:
+def _check_unchanged(folder: Path, saved: dict[str, Any], config: Run) -> None:
     """Raises :class:`UserError` with every setting that must not change between two starts of a run and did."""
     before = flatten({key: value for key, value in saved.items() if key != "resolved"})
     now = flatten(plain(config))
@@ -189,12 +193,3 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + key] = value
     return found
-
-
-def describe(config: Config) -> str:
-    """One line about the shape of the run."""
-    m, t = config.model, config.train
-    return (
-        f"{m.layers} layers × {m.d}, {m.heads}/{m.kv_heads} heads × {m.head_dim}, SwiGLU {m.ffn}; "
-        f"{t.global_batch} windows × {t.window} tokens a step; seed {config.seed}"
-    )

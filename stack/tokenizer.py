@@ -32,6 +32,7 @@ FORMAT = 1  # raise it when the same text and settings are to give another token
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 RESERVED = "<|reserved_{}|>"
+START_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
 MULTIPLE = 64  # of the table's rows, for the matrix units
 FILES = ("tokenizer.json", "tokenizer_config.json")
 # Qwen2's pattern: contractions, words with the one character before them, single digits, punctuation, white space.
@@ -52,6 +53,7 @@ class Tokenizer:
     end_of_text: int  # before every document, and the end of generation
     pad: int
     reserved: tuple[int, ...]
+    control: dict[str, int]  # every control token's text and id, the reserved ones too
     digest: str  # SHA-256 of the ordered token bytes and the roles, in hex
     _inner: tokenizers.Tokenizer = field(repr=False, compare=False)
 
@@ -59,6 +61,16 @@ class Tokenizer:
     def unsampled(self) -> tuple[int, ...]:
         """Ids that generation never emits."""
         return (self.pad, *self.reserved)
+
+    @property
+    def end_of_turn(self) -> int | None:
+        """``<|im_end|>``, which ends a message and an answer; None where the vocabulary has no chat tokens."""
+        return self.control.get(END_OF_TURN) if START_OF_TURN in self.control else None
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Ids that end an answer."""
+        return (self.end_of_text,) if self.end_of_turn is None else (self.end_of_turn, self.end_of_text)
 
     def encode(self, text: str) -> list[int]:
         """The ids of plain text; what spells a control token is characters like any other. No bos is added."""
@@ -113,7 +125,8 @@ def load(folder: Path | str) -> Tokenizer:
     _check_manifest(folder, digest)
     pattern = re.compile(re.escape(RESERVED).replace(r"\{\}", r"\d+"))
     reserved = tuple(sorted(index for index, text in control.items() if pattern.fullmatch(text)))
-    return Tokenizer(folder, len(tokens), roles["end_of_text"], roles["pad"], reserved, digest, inner)
+    named = {text: index for index, text in control.items()}
+    return Tokenizer(folder, len(tokens), roles["end_of_text"], roles["pad"], reserved, named, digest, inner)
 
 
 def _check_manifest(folder: Path, digest: str) -> None:

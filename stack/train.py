@@ -22,7 +22,7 @@ def run(config: Config) -> int:
     folder = run_folder.folder_of(config)
     with ranks(config.parallel.kind, device) as here, run_folder.locked(folder, here):
         display = Display(here.main)
-        told = here.on_main(lambda: asdict(run_folder.start_of(folder, config, display.show)))
+        told = here.on_main(lambda: asdict(run_folder.start_of(folder, config, display.show, config.branch)))
         start = run_folder.Start(**told)
         if start.finished:
             display.show(f"finished already: step {start.step} of {start.steps}; checkpoint: {start.checkpoint}")
@@ -76,7 +76,7 @@ def identity(config: Config, words: tokenizer.Tokenizer, packed: Packed) -> dict
     }
 
 
-main = entry("train", run)
+main = entry("train", Config, run)
 
 if __name__ == "__main__":
     main()

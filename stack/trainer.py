@@ -23,7 +23,7 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from stack import checkpoint, machine, parallel, run_folder
-from stack.config import Config, UserError
+from stack.config import Run, UserError
 from stack.data.batches import Batch, Batches, Windows
 from stack.distributed import Ranks
 from stack.evaluate import Validation, to_device, validate
@@ -80,7 +80,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: Run,
         model: Decoder,
         split: Split,
         tokenizer: Tokenizer,
@@ -148,8 +148,7 @@ class Trainer:
     def prepare(self, start: run_folder.Start) -> None:
         """Everything before the first step: compiler, one dry step, length, weights and moments."""
         self._check_belongs(start)
-        parameters = sum(p.numel() for p in self.model.parameters())
-        self.display.show(f"model: {parameters:,} parameters, {run_folder.describe(self.config)}")
+        self.display.show(self._describe())
         self._compile()
         seconds = self.dry_step()
         self.steps = start.steps or self.ranks.on_main(lambda: self._fix_steps(seconds))
@@ -168,6 +167,15 @@ class Trainer:
             self.display.show(f"going on from {start.checkpoint}: step {start.step} of {self.steps}")
         resolved = {"steps": self.steps, "device": self.device, "dtype": str(self.dtype), "identity": self.identity}
         self.ranks.on_main(lambda: run_folder.begin(self.folder, self.config, start, resolved, self.display.show))
+
+    def _describe(self) -> str:
+        """One line about the shape of the run."""
+        m, t = self.model.config, self.config.train
+        return (
+            f"model: {sum(p.numel() for p in self.model.parameters()):,} parameters, {m.layers} layers × {m.d}, "
+            f"{m.heads}/{m.kv_heads} heads × {m.head_dim}, SwiGLU {m.ffn}; "
+            f"{t.global_batch} windows × {t.window} tokens a step; seed {self.config.seed}"
+        )
 
     def _compile(self) -> None:
         """Compiles the model where that is wanted and works."""
@@ -372,7 +380,7 @@ class Trainer:
         checkpoint.save(
             checkpoints,
             self.state.step,
-            model_config=self.config.model,
+            model_config=self.model.config,
             tokenizer=self.tokenizer,
             weights=self.model.state_dict(),
             moments=self.optimizers.moments(),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from stack import config
-from stack.config import CONF, Config, UserError, plain, typed
+from stack.config import CONF, Config, FineTune, UserError, plain, typed
 
 
 def groups() -> list[str]:
@@ -23,9 +23,9 @@ def groups() -> list[str]:
     return [f"{path.parent}={path.stem}" for path in files if path.stem != "base"]
 
 
-def composed(*overrides: str) -> dict:
+def composed(*overrides: str, entry: str = "train") -> dict:
     with initialize_config_dir(CONF, version_base="1.3"):
-        return OmegaConf.to_container(compose("train", overrides=list(overrides)), resolve=True)
+        return OmegaConf.to_container(compose(entry, overrides=list(overrides)), resolve=True)
 
 
 BASE = composed()
@@ -68,10 +68,12 @@ def test_no_argument_is_the_laptop_and_stack_100m_is_the_real_run() -> None:
 
 @pytest.mark.parametrize("choice", groups())
 def test_every_group_composes_and_validates(choice: str) -> None:
-    more = ["data.files=[a.txt]"] if choice == "data=none" else []
-    result = typed(composed(choice, *more))
-    assert isinstance(result, Config)
-    assert typed(plain(result)) == result  # what config.yaml holds is the configuration
+    group, name = choice.split("=")
+    more = [f"{group}.files=[a.txt]"] if name == "none" and group in ("data", "chat") else []
+    schema, entry = (FineTune, "sft") if group == "chat" else (Config, "train")
+    result = typed(composed(choice, *more, entry=entry), schema)
+    assert isinstance(result, schema)
+    assert typed(plain(result), schema) == result  # what config.yaml holds is the configuration
 
 
 def test_ones_own_text_replaces_the_sources_of_the_group() -> None:
@@ -180,7 +182,7 @@ def _say(arguments: list[str]) -> None:
         return 7
 
     sys.argv = ["stack.train", *arguments]
-    config.entry("train", job)()
+    config.entry("train", Config, job)()
 
 
 @pytest.mark.parametrize(
