@@ -15,6 +15,7 @@ import re
 import shutil
 import tempfile
 import time
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+RESERVED_TEXT = re.compile(r"<\|reserved_(\d+)\|>")
+BYTES_OF_TEXT = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}  # the others stand in no valid UTF-8
 READ = 4  # the sample is drawn from the first READ * sample_mb of each source, since a hub set may have no end
 MEASURED_MB = 1.0  # held-out text of each source on which bytes per token are measured
 
@@ -49,7 +52,7 @@ class Tokenizer:
     """A vocabulary with its roles. Made by :func:`load` and :func:`train` only."""
 
     folder: Path
-    vocab_size: int  # the number of ids and of the table's rows, a multiple of 64
+    vocab_size: int  # the number of ids; of ours it is the number of the table's rows, a multiple of 64
     end_of_text: int  # before every document, and the end of generation
     pad: int
     reserved: tuple[int, ...]
@@ -59,8 +62,9 @@ class Tokenizer:
 
     @property
     def unsampled(self) -> tuple[int, ...]:
-        """Ids that generation never emits."""
-        return (self.pad, *self.reserved)
+        """Ids that generation never emits. Where other people's padding is also a stop or plain text, it stays."""
+        padding = self.pad in self.control.values() and self.pad not in self.stops
+        return (self.pad, *self.reserved) if padding else self.reserved
 
     @property
     def end_of_turn(self) -> int | None:
@@ -89,50 +93,125 @@ class Tokenizer:
         for name in FILES:
             shutil.copyfile(self.folder / name, folder / name)
         if max_length is not None:
-            settings = _json(folder / "tokenizer_config.json") | {"model_max_length": max_length}
-            _write_json(folder / "tokenizer_config.json", settings)
+            settings = read_json(folder / "tokenizer_config.json") | {"model_max_length": max_length}
+            write_json(folder / "tokenizer_config.json", settings)
 
 
 def load(folder: Path | str) -> Tokenizer:
-    """The tokenizer of a folder (a trained one, or a model's); UserError where files are missing or contradict."""
+    """The tokenizer of a folder: one of ours, or any byte-level BPE that Hugging Face opens.
+
+    UserError where files are missing, contradict each other, or hold what cannot keep the laws: a text that is changed
+    before it is encoded, a byte without a token, a control token that text can spell.
+    """
     folder = Path(folder)
     for name in FILES:
         if not (folder / name).is_file():
             raise UserError(f"{folder} is no tokenizer: {name} is missing; give tokenizer.folder or train one")
-    settings = _json(folder / "tokenizer_config.json")
-    inner = tokenizers.Tokenizer.from_str(json.dumps(_json(folder / "tokenizer.json")))
-    inner.encode_special_tokens = True  # text is never control: special tokens are encoded as the characters they spell
+    settings, content = read_json(folder / "tokenizer_config.json"), read_json(folder / "tokenizer.json")
+    inner = _inner(folder, content)
     vocabulary = inner.get_vocab(with_added_tokens=True)
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-    if [vocabulary[token] for token in tokens] != list(range(len(tokens))) or len(tokens) % MULTIPLE:
+    if [vocabulary[token] for token in tokens] != list(range(len(tokens))):
         raise UserError(
             f"{folder}: {len(tokens)} tokens with ids up to {max(vocabulary.values(), default=-1)}; ids must be "
-            f"0, 1, 2 … and their number a multiple of {MULTIPLE}: train a tokenizer with tokenizer.folder=null"
+            "0, 1, 2 …: restore tokenizer.json, or take another tokenizer"
         )
-    roles = {}
-    for role, key in (("end_of_text", "bos_token"), ("pad", "pad_token")):
-        if settings.get(key) not in vocabulary:
-            raise UserError(
-                f"{folder}: {key}={settings.get(key)!r} of tokenizer_config.json is no token of tokenizer.json; "
-                "the two files do not belong together: restore or train them"
-            )
-        roles[role] = vocabulary[settings[key]]
     control = {index: token.content for index, token in inner.get_added_tokens_decoder().items()}
-    foreign = set().union(*(token for i, token in enumerate(tokens) if i not in control)) - set(_byte_characters())
-    if foreign:
-        raise UserError(f"{folder}: tokens hold {min(foreign)!r}, so this is no byte-level BPE; train one")
+    _check_bytes(folder, {token for i, token in enumerate(tokens) if i not in control})
+    roles = _roles(folder, settings, vocabulary, control)
     digest = _digest(tokens, control, roles)
     _check_manifest(folder, digest)
-    pattern = re.compile(re.escape(RESERVED).replace(r"\{\}", r"\d+"))
-    reserved = tuple(sorted(index for index, text in control.items() if pattern.fullmatch(text)))
     named = {text: index for index, text in control.items()}
-    return Tokenizer(folder, len(tokens), roles["end_of_text"], roles["pad"], reserved, named, digest, inner)
+    reserved = tuple(sorted(index for index, text in control.items() if RESERVED_TEXT.fullmatch(text)))
+    found = Tokenizer(folder, len(tokens), roles["end_of_text"], roles["pad"], reserved, named, digest, inner)
+    _check_text(found)
+    return found
+
+
+def _inner(folder: Path, content: dict[str, Any]) -> tokenizers.Tokenizer:
+    """The encoder of a ``tokenizer.json``, with every added token as control; UserError for another kind of model."""
+    model, normalizer = content.get("model") or {}, content.get("normalizer")
+    # Canonical composition (Qwen's) changes how a character is stored and not what it is; all else loses text.
+    if normalizer is not None and normalizer.get("type") != "NFC":
+        raise UserError(f"{folder}: the normalizer {json.dumps(normalizer)} changes text; take a base without one")
+    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback") or model.get("dropout"):
+        kind = {key: model.get(key) for key in ("type", "byte_fallback", "dropout")}
+        raise UserError(f"{folder}: the tokenizer's model is {kind}; byte-level BPE without dropout is needed")
+    # Tokens that are added but not special (Qwen's <tool_call>) would be matched in text; here all are control.
+    added = [token | {"special": True} for token in content.get("added_tokens", ())]
+    content = content | {"added_tokens": added, "truncation": None, "padding": None}
+    try:
+        inner = tokenizers.Tokenizer.from_str(json.dumps(content))
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"{folder / 'tokenizer.json'} cannot be understood ({error}); restore it") from error
+    inner.encode_special_tokens = True  # text is never control: special tokens are encoded as the characters they spell
+    return inner
+
+
+def _check_bytes(folder: Path, tokens: set[str]) -> None:
+    """UserError unless the plain tokens are written in the characters of bytes, and each byte is one of them."""
+    characters = _byte_characters()
+    foreign = set().union(*tokens) - set(characters)
+    if foreign:
+        raise UserError(
+            f"{folder}: tokens hold {min(foreign)!r}, so this is no byte-level BPE; take a base that has one"
+        )
+    missing = [byte for byte, character in enumerate(characters) if character not in tokens]
+    needed = set(missing) & BYTES_OF_TEXT
+    if needed:
+        raise UserError(
+            f"{folder}: no token for the bytes {[hex(byte) for byte in sorted(needed)]}, so text would be lost; "
+            "take a base whose alphabet has all of them"
+        )
+
+
+def _roles(
+    folder: Path, settings: dict[str, Any], vocabulary: dict[str, int], control: dict[int, str]
+) -> dict[str, int]:
+    """The ids of the special roles; UserError where ``tokenizer_config.json`` names what is not there."""
+    named = {}
+    for role in ("bos", "eos", "pad", "unk"):
+        value = settings.get(f"{role}_token")
+        text = value.get("content") if isinstance(value, dict) else value
+        if text is not None and text not in vocabulary:
+            raise UserError(
+                f"{folder}: {role}_token={text!r} of tokenizer_config.json is no token of tokenizer.json; "
+                "the two files do not belong together: restore or train them"
+            )
+        named[role] = text
+    end = END_OF_TEXT if END_OF_TEXT in control.values() else named["bos"] or named["eos"]
+    if end is None or vocabulary[end] not in control:
+        raise UserError(
+            f"{folder}: {END_OF_TEXT} is no control token of tokenizer.json, and bos_token={named['bos']!r} and "
+            f"eos_token={named['eos']!r} of tokenizer_config.json are none either; name one that stands before a text"
+        )
+    return {"end_of_text": vocabulary[end], "pad": vocabulary[named["pad"] or end]}
+
+
+def _check_text(found: Tokenizer) -> None:
+    """UserError where a text does not come back, or where the text of a control token becomes one."""
+    probe = "".join(map(chr, range(0x20, 0x250))) + "  a  \n\n b\r\n\t日本語 🙂\u2028 I'm 1234  "
+    probe = unicodedata.normalize("NFC", probe)
+    back = found.decode(found.encode(probe))
+    if back != probe:
+        at = next((i for i, (a, b) in enumerate(zip(probe, back, strict=False)) if a != b), len(back))
+        raise UserError(
+            f"{found.folder}: text does not come back from its tokens: {probe[at : at + 8]!r} became "
+            f"{back[at : at + 8]!r}; take a base whose tokenizer keeps every character"
+        )
+    texts, control = list(found.control), set(found.control.values())
+    for text, ids in zip(texts, found.encode_batch(texts), strict=True):
+        if control.intersection(ids):
+            raise UserError(
+                f"{found.folder}: the text {text!r} is encoded as a control token, so a text could forge one; "
+                "take a base whose merges do not make it"
+            )
 
 
 def _check_manifest(folder: Path, digest: str) -> None:
     """UserError where the folder's manifest names another vocabulary than its files hold."""
     path = folder / "manifest.json"
-    named = _json(path).get("vocabulary_digest", digest) if path.is_file() else digest
+    named = read_json(path).get("vocabulary_digest", digest) if path.is_file() else digest
     if named != digest:
         raise UserError(
             f"{folder}: tokenizer.json holds the vocabulary {digest}, but manifest.json names {named}; "
@@ -168,7 +247,7 @@ def train(settings: config.Tokenizer, data: config.Data, root: Path, show: Calla
     at all. UserError for sources without text.
     """
     if settings.folder is not None:
-        return load(settings.folder)
+        return _padded(load(settings.folder))
     inputs = _inputs(settings, data)
     hexes = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:8]
     folder = root / "tokenizers" / f"{settings.name}-{hexes}"
@@ -176,13 +255,28 @@ def train(settings: config.Tokenizer, data: config.Data, root: Path, show: Calla
         found = load(folder)
         show(f"tokenizer {folder.name}: {found.vocab_size:,} entries, already trained")
         return found
+    appear(folder, lambda beside: _make(beside, settings, data, inputs, show))
+    return load(folder)
+
+
+def appear(folder: Path, make: Callable[[Path], Any]) -> None:
+    """``make`` a folder with a ``manifest.json`` beside, then give it its name: it stands there whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
-        _make(Path(beside) / "made", settings, data, inputs, show)
+        make(Path(beside) / "made")
         if not (folder / "manifest.json").is_file():  # nobody else was quicker
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(Path(beside) / "made", folder)
-    return load(folder)
+
+
+def _padded(found: Tokenizer) -> Tokenizer:
+    """The same, if each row of a table has a token; UserError for a tokenizer that was made for another table."""
+    if found.vocab_size % MULTIPLE:
+        raise UserError(
+            f"tokenizer.folder={found.folder}: {found.vocab_size} tokens, which is no multiple of {MULTIPLE}; "
+            "train a tokenizer with tokenizer.folder=null, or fine-tune the model that this one belongs to"
+        )
+    return found
 
 
 def _inputs(settings: config.Tokenizer, data: config.Data) -> dict[str, Any]:
@@ -209,7 +303,7 @@ def _make(
     inner = fit(sample, settings.vocab_size)
     folder.mkdir()
     inner.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", _hugging_face_settings())
+    write_json(folder / "tokenizer_config.json", hugging_face_settings())
     made = load(folder)
     seconds = time.perf_counter() - began
     entries = made.vocab_size - len(made.reserved)
@@ -231,7 +325,7 @@ def _make(
         "bytes_per_token": bytes_per_token,
         "seconds": round(seconds, 1),
     }
-    _write_json(folder / "manifest.json", manifest)
+    write_json(folder / "manifest.json", manifest)
 
 
 def _sample(
@@ -314,7 +408,7 @@ def _batches(texts: Iterable[str], count: int = 256) -> Iterator[list[str]]:
     yield batch
 
 
-def _hugging_face_settings() -> dict[str, Any]:
+def hugging_face_settings() -> dict[str, Any]:
     """``tokenizer_config.json``. The class is the one that takes tokenizer.json as it is, beside a Qwen3 config too."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -332,7 +426,7 @@ def _bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> float:
     return sum(len(text.encode()) for text in texts) / num_tokens
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; UserError where it holds none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -343,5 +437,6 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """A JSON object into a file, for people to read, too."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
