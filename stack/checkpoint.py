@@ -176,20 +176,26 @@ def model_settings(model: config.Model, tokenizer: Tokenizer) -> dict[str, Any]:
         "dtype": "float32",
         "use_cache": True,
         "bos_token_id": tokenizer.end_of_text,
-        "eos_token_id": tokenizer.end_of_text,
+        "eos_token_id": _ends(tokenizer),
         "pad_token_id": tokenizer.pad,
     }
 
 
 def generation_settings(tokenizer: Tokenizer) -> dict[str, Any]:
-    """``generation_config.json``: greedy, and never a token that has a row but no meaning."""
+    """``generation_config.json``: greedy, every stop of ours, and never a token that has a row but no meaning."""
     return {
         "bos_token_id": tokenizer.end_of_text,
-        "eos_token_id": tokenizer.end_of_text,
+        "eos_token_id": _ends(tokenizer),
         "pad_token_id": tokenizer.pad,
         "suppress_tokens": list(tokenizer.unsampled),
         "do_sample": False,
     }
+
+
+def _ends(tokenizer: Tokenizer) -> int | list[int]:
+    """Hugging Face's ``eos_token_id``: one id, or the end of a turn and of the text."""
+    stops = list(tokenizer.stops)
+    return stops if len(stops) > 1 else stops[0]
 
 
 def _fill(partial: Path, documents: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> None:
@@ -398,11 +404,11 @@ def load(folder: Path) -> Loaded:
 
     parts = {CONFIG: json.loads, WEIGHTS: safetensors.torch.load, MOMENTS: safetensors.torch.load, STATE: json.loads}
     found = {name: read(name, parts.get(name, len)) for name in manifest.files}
-    weights = _untie(found[CONFIG], found[WEIGHTS], folder)
+    weights = untie(found[CONFIG], found[WEIGHTS], folder)
     return Loaded(folder, found[CONFIG], weights, found[MOMENTS], found[STATE], manifest)
 
 
-def _untie(settings: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+def untie(settings: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
     """The weights with the table once, if what ``config.json`` says of the head and what is stored agree."""
     tied = settings.get("tie_word_embeddings", False)  # absent: the default of Qwen3 and Llama
     head, table = weights.get(HEAD), weights.get(TABLE)
@@ -437,15 +443,22 @@ def load_weights_into(model: nn.Module, weights: dict[str, Tensor]) -> None:
     own = {clean_name(name): tensor for name, tensor in model.state_dict().items()}
     if HEAD in own and own[HEAD].data_ptr() == own[TABLE].data_ptr():
         own.pop(HEAD)
-    shapes = [
-        f"{name} is {list(weights[name].shape)} in the checkpoint and {list(own[name].shape)} in the model"
-        for name in sorted(own.keys() & weights.keys())
-        if own[name].shape != weights[name].shape
+    check_fit({name: tensor.shape for name, tensor in own.items()}, weights)
+    for name, tensor in own.items():
+        tensor.copy_(weights[name])
+
+
+def check_fit(shapes: dict[str, torch.Size], weights: dict[str, Tensor]) -> None:
+    """One :class:`UserError` with all missing and unexpected names and other shapes of a model's parameters."""
+    other = [
+        f"{name} is {list(weights[name].shape)} in the checkpoint and {list(shapes[name])} in the model"
+        for name in sorted(shapes.keys() & weights.keys())
+        if shapes[name] != weights[name].shape
     ]
     listed = {
-        "missing in the checkpoint": sorted(own.keys() - weights.keys()),
-        "unexpected in it": sorted(weights.keys() - own.keys()),
-        "of another shape": shapes,
+        "missing in the checkpoint": sorted(shapes.keys() - weights.keys()),
+        "unexpected in it": sorted(weights.keys() - shapes.keys()),
+        "of another shape": other,
     }
     if any(listed.values()):
         lines = [f"  {len(names)} {what}: {', '.join(names)}" for what, names in listed.items() if names]
@@ -453,8 +466,6 @@ def load_weights_into(model: nn.Module, weights: dict[str, Tensor]) -> None:
             "the weights do not fit the model:\n" + "\n".join(lines) + "\n"
             "give the model.* settings and the tokenizer that the checkpoint was trained with (see its config.json)"
         )
-    for name, tensor in own.items():
-        tensor.copy_(weights[name])
 
 
 def digest_tensors(tensors: dict[str, Tensor]) -> str:

@@ -42,7 +42,11 @@ PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 RESERVED_TEXT = re.compile(r"<\|reserved_(\d+)\|>")
-BYTES_OF_TEXT = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}  # the others stand in no valid UTF-8
+# Bytes without which a vocabulary still holds every character that is written: those of no valid UTF-8, and …
+NO_TEXT = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
+# … those of control characters and of planes without characters, which SmolLM2's vocabulary lacks. As regex ranges.
+RARE = {byte: re.escape(chr(byte)) for byte in (*range(0x20), 0x7F) if chr(byte) not in "\t\n\r"}
+RARE |= {0xF1: "\U00040000-\U0007ffff", 0xF2: "\U00080000-\U000bffff", 0xF4: "\U00100000-\U0010ffff"}
 READ = 4  # the sample is drawn from the first READ * sample_mb of each source, since a hub set may have no end
 MEASURED_MB = 1.0  # held-out text of each source on which bytes per token are measured
 
@@ -59,6 +63,7 @@ class Tokenizer:
     control: dict[str, int]  # every control token's text and id, the reserved ones too
     digest: str  # SHA-256 of the ordered token bytes and the roles, in hex
     _inner: tokenizers.Tokenizer = field(repr=False, compare=False)
+    unknown: re.Pattern[str] | None = None  # characters with a byte that has no token; never in one of ours
 
     @property
     def unsampled(self) -> tuple[int, ...]:
@@ -77,12 +82,19 @@ class Tokenizer:
         return (self.end_of_text,) if self.end_of_turn is None else (self.end_of_turn, self.end_of_text)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of plain text; what spells a control token is characters like any other. No bos is added."""
-        return self._inner.encode(text, add_special_tokens=False).ids
+        """The ids of plain text; what spells a control token is characters like any other. No bos is added.
+
+        A character of ``unknown`` is encoded as U+FFFD, where other programs drop it without a word.
+        """
+        return self._inner.encode(self._known(text), add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """:meth:`encode` of many texts, on all threads."""
-        return [found.ids for found in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+        known = texts if self.unknown is None else [self._known(text) for text in texts]
+        return [found.ids for found in self._inner.encode_batch_fast(known, add_special_tokens=False)]
+
+    def _known(self, text: str) -> str:
+        return text if self.unknown is None else self.unknown.sub("\ufffd", text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The inverse of :meth:`encode`. Control tokens show as their text, broken UTF-8 as U+FFFD."""
@@ -117,13 +129,13 @@ def load(folder: Path | str) -> Tokenizer:
             "0, 1, 2 …: restore tokenizer.json, or take another tokenizer"
         )
     control = {index: token.content for index, token in inner.get_added_tokens_decoder().items()}
-    _check_bytes(folder, {token for i, token in enumerate(tokens) if i not in control})
+    unknown = _unknown(folder, {token for i, token in enumerate(tokens) if i not in control})
     roles = _roles(folder, settings, vocabulary, control)
     digest = _digest(tokens, control, roles)
     _check_manifest(folder, digest)
     named = {text: index for index, text in control.items()}
     reserved = tuple(sorted(index for index, text in control.items() if RESERVED_TEXT.fullmatch(text)))
-    found = Tokenizer(folder, len(tokens), roles["end_of_text"], roles["pad"], reserved, named, digest, inner)
+    found = Tokenizer(folder, len(tokens), roles["end_of_text"], roles["pad"], reserved, named, digest, inner, unknown)
     _check_text(found)
     return found
 
@@ -148,21 +160,19 @@ def _inner(folder: Path, content: dict[str, Any]) -> tokenizers.Tokenizer:
     return inner
 
 
-def _check_bytes(folder: Path, tokens: set[str]) -> None:
-    """UserError unless the plain tokens are written in the characters of bytes, and each byte is one of them."""
+def _unknown(folder: Path, tokens: set[str]) -> re.Pattern[str] | None:
+    """The characters that plain tokens cannot write; UserError unless tokens are bytes and the characters are rare."""
     characters = _byte_characters()
     foreign = set().union(*tokens) - set(characters)
     if foreign:
+        raise UserError(f"{folder}: tokens hold {min(foreign)!r}, so this is no byte-level BPE; train one")
+    missing = {byte for byte, character in enumerate(characters) if character not in tokens} - NO_TEXT
+    if missing - RARE.keys():
         raise UserError(
-            f"{folder}: tokens hold {min(foreign)!r}, so this is no byte-level BPE; take a base that has one"
+            f"{folder}: no token for the bytes {', '.join(map(hex, sorted(missing - RARE.keys())))}, so text would be "
+            "lost; take a base whose alphabet has them"
         )
-    missing = [byte for byte, character in enumerate(characters) if character not in tokens]
-    needed = set(missing) & BYTES_OF_TEXT
-    if needed:
-        raise UserError(
-            f"{folder}: no token for the bytes {[hex(byte) for byte in sorted(needed)]}, so text would be lost; "
-            "take a base whose alphabet has all of them"
-        )
+    return re.compile(f"[{''.join(RARE[byte] for byte in sorted(missing))}]") if missing else None
 
 
 def _roles(
@@ -191,7 +201,7 @@ def _roles(
 def _check_text(found: Tokenizer) -> None:
     """UserError where a text does not come back, or where the text of a control token becomes one."""
     probe = "".join(map(chr, range(0x20, 0x250))) + "  a  \n\n b\r\n\t日本語 🙂\u2028 I'm 1234  "
-    probe = unicodedata.normalize("NFC", probe)
+    probe = found._known(unicodedata.normalize("NFC", probe))
     back = found.decode(found.encode(probe))
     if back != probe:
         at = next((i for i, (a, b) in enumerate(zip(probe, back, strict=False)) if a != b), len(back))
@@ -270,10 +280,11 @@ def appear(folder: Path, make: Callable[[Path], Any]) -> None:
 
 
 def _padded(found: Tokenizer) -> Tokenizer:
-    """The same, if each row of a table has a token; UserError for a tokenizer that was made for another table."""
-    if found.vocab_size % MULTIPLE:
+    """The same, if a table can be made for it; UserError for a tokenizer that was made for another one."""
+    if found.vocab_size % MULTIPLE or found.unknown:
+        what = f"no token for {found.unknown.pattern!r}" if found.unknown else f"which is no multiple of {MULTIPLE}"
         raise UserError(
-            f"tokenizer.folder={found.folder}: {found.vocab_size} tokens, which is no multiple of {MULTIPLE}; "
+            f"tokenizer.folder={found.folder}: {found.vocab_size} tokens, {what}; "
             "train a tokenizer with tokenizer.folder=null, or fine-tune the model that this one belongs to"
         )
     return found
