@@ -1,10 +1,12 @@
 """Text in, through ``datasets``: local files and hub sets as one stream of documents, and what is held out of it.
 
+A document is a text, or of a :class:`~stack.config.TalkSource` a conversation: the list of messages in the field of it.
+
 =============================  =================================================================================
 ``*.jsonl`` ``*.ndjson``       one JSON object a line, the text in a field of it. Records end at LF only: CR,
                                U+0085 and U+2028 may stand inside one. Blank lines hold nothing and are passed over.
 ``*.parquet``                  one document a row, the text in a column
-``*.txt``                      one document a file, whole and unchanged but for a byte order mark
+``*.txt``                      one document a file, whole and unchanged but for a byte order mark; no conversations
 ``.gz .bz2 .xz .zst``          behind ``.jsonl``, ``.ndjson`` and ``.txt``, decompressed while reading
 a hub set, a data set folder   whatever ``datasets.load_dataset`` reads, streamed or not; one document a row
 =============================  =================================================================================
@@ -16,6 +18,7 @@ import glob
 import hashlib
 import json
 import lzma
+import re
 import tempfile
 import zlib
 from collections import Counter
@@ -25,23 +28,34 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from stack.config import Hub, Source, UserError
+from stack.config import Hub, Source, TalkSource, UserError
 
 if TYPE_CHECKING:
     import datasets
 
+    from stack.conversation import Message
+
 BATCH = 100  # rows taken from a data set at a time
 JSON_LINES = (".jsonl", ".ndjson")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+MADE_OF = "document"  # the field of a conversation that names the document which it is made of
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, the SHA-256 of its UTF-8 (32 bytes), and the index of its row in the source."""
+    """A text or a conversation."""
 
-    text: str
-    key: bytes
-    row: int
+    content: str | list[Message]
+    digest: bytes  # SHA-256 of its UTF-8, of a conversation's as JSON; 32 bytes
+    key: bytes  # by which it is held out: the digest, or of a conversation that of the document which it is made of
+    num_bytes: int  # of its UTF-8, of a conversation's as JSON
+    row: int  # in the source
+
+    @property
+    def text(self) -> str:
+        """The content of a document that is a text."""
+        assert isinstance(self.content, str), "a conversation is no text"
+        return self.content
 
 
 class BadRow(Exception):
@@ -53,35 +67,42 @@ def documents(
 ) -> Iterator[Document]:
     """The documents of a source in stored order, from row ``start`` on, up to ``source.max_mb`` of text.
 
-    The document that reaches ``max_mb`` (counted from row 0) is the last one. Rows without text are counted in
-    ``bad`` by reason, or end the reading with a UserError that names file and line (from 1). An empty text is a
-    document. UserError too where something cannot be found or read; ``name`` is the source's, for these messages.
+    The document that reaches ``max_mb`` (counted from row 0) is the last one. Rows without text, or without a good
+    conversation, are counted in ``bad`` by reason, or end the reading with a UserError that names file and line (from
+    1). An empty text is a document. UserError too where something cannot be found or read; ``name`` is the source's,
+    for these messages.
     """
     limit = None if source.max_mb is None else source.max_mb * 1e6
+    make = _conversation if isinstance(source, TalkSource) else _text
     size = 0
-    for row, (place, record, parse) in enumerate(_records(name, source)):
+    for row, (place, stored, parse) in enumerate(_records(name, source)):
         if row < start and limit is None:
             continue
         try:
-            text = parse(record, source.text)
-            data = None if text is None else _utf8(text)
+            record = parse(stored)
+            document = None if record is None else make(record, source.text, row)
         except BadRow as problem:
             if row < start:
                 continue
             if on_bad_row == "error":
-                way_out = "mend it, or skip and count such rows with data.on_bad_row=skip"
                 raise UserError(
-                    f"source {name}: {place()}: {problem} (text field {source.text!r}); {way_out}"
+                    f"source {name}: {place()}: {problem} (field {source.text!r}); "
+                    f"mend it, or skip and count such rows with {_group(source)}.on_bad_row=skip"
                 ) from None
             bad[str(problem)] += 1
             continue
-        if text is None or data is None:
+        if document is None:
             continue
         if row >= start:
-            yield Document(text, hashlib.sha256(data).digest(), row)
-        size += len(data)
+            yield document
+        size += document.num_bytes
         if limit is not None and size >= limit:
             return
+
+
+def _group(source: Source) -> str:
+    """The configuration group that a source is of, for messages."""
+    return "chat" if isinstance(source, TalkSource) else "data"
 
 
 def held_out(key: bytes, share: float, seed: int) -> bool:
@@ -110,8 +131,9 @@ def fingerprint(source: Source) -> dict[str, Any]:
         if Path(hub.path).is_dir():
             content["files"] = [_identity(path) for path in sorted(Path(hub.path).rglob("*")) if path.is_file()]
     else:
-        content = {"files": [_identity(path) for path in resolve_files(source.files)]}
-    return content | {"text": source.text, "weight": source.weight, "max_mb": source.max_mb}
+        content = {"files": [_identity(path) for path in resolve_files(source.files, _group(source))]}
+    own_share = {} if source.validation is None else {"validation": source.validation}
+    return content | {"text": source.text, "weight": source.weight, "max_mb": source.max_mb} | own_share
 
 
 def _identity(path: Path) -> dict[str, Any]:
@@ -121,21 +143,22 @@ def _identity(path: Path) -> dict[str, Any]:
     return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
 
 
-def resolve_files(patterns: tuple[str, ...]) -> list[Path]:
+def resolve_files(patterns: tuple[str, ...], group: str = "data") -> list[Path]:
     """The files that names and glob patterns stand for: patterns in their order, matches sorted, each file once.
 
-    UserError for a name or pattern without a file, a folder, or a suffix that is not read.
+    UserError for a name or pattern without a file, a folder, or a suffix that is not read; ``group`` is the
+    configuration group whose flags it names.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
         written = Path(pattern).expanduser()
         names = [str(written)] if written.exists() else sorted(glob.glob(str(written), recursive=True))
         if not names:
-            raise UserError(f"{pattern}: there is no such file (looked in {Path.cwd()}); change data.files")
+            raise UserError(f"{pattern}: there is no such file (looked in {Path.cwd()}); change {group}.files")
         for name in names:
             path = Path(name)
             if path.is_dir():
-                raise UserError(f"{path} is a folder; name its files: data.files=['{path}/*.jsonl']")
+                raise UserError(f"{path} is a folder; name its files: {group}.files=['{path}/*.jsonl']")
             _suffix(path)
             found[path] = None
     return list(found)
@@ -152,19 +175,20 @@ def _suffix(path: Path) -> str:
 
 # ---------------------------------------------------------------- rows
 
-# Where a record stands (asked for only when it is bad), the record, and what finds the text in it: None for no record.
-Row = tuple[Callable[[], str], Any, Callable[[Any, str], str | None]]
+# Where a record stands (asked for only when it is bad), what is stored there, and what makes a record of it: the fields
+# and their values, None for no record. A string may come as its bytes.
+Row = tuple[Callable[[], str], Any, Callable[[Any], dict[str, Any] | None]]
 
 
 def _records(name: str, source: Source) -> Iterator[Row]:
     """Every row of a source, unread; UserError where it cannot be opened or breaks off."""
     if source.hub is not None:
-        yield from _guarded(f"source {name}: {source.hub.path}", lambda: _hub_rows(source.hub, source.text))
+        yield from _guarded(f"source {name}: {source.hub.path}", lambda: _hub_rows(source.hub, source))
         return
     # The lock files that datasets leaves for each file that it opens go here, and away again.
     with tempfile.TemporaryDirectory() as cache:
-        for path in resolve_files(source.files):
-            yield from _guarded(f"source {name}: {path}", lambda path=path: _file_rows(path, source.text, cache))
+        for path in resolve_files(source.files, _group(source)):
+            yield from _guarded(f"source {name}: {path}", lambda path=path: _file_rows(path, source, cache))
 
 
 def _guarded(what: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
@@ -191,20 +215,20 @@ def _datasets() -> ModuleType:
     return datasets
 
 
-def _file_rows(path: Path, field: str, cache: str) -> Iterator[Row]:
+def _file_rows(path: Path, source: Source, cache: str) -> Iterator[Row]:
     """The rows of one file."""
     suffix = _suffix(path)
     if suffix == ".parquet":
         found = _datasets().load_dataset(
             "parquet", data_files=glob.escape(str(path)), split="train", streaming=True, cache_dir=cache
         )
-        yield from _table_rows(found, field, str(path))
+        yield from _table_rows(found, source, str(path))
         return
     from stack.data.lines import Lines
 
     whole = suffix == ".txt"
     lines = Lines(file=str(path), whole=whole, cache_dir=cache).as_streaming_dataset("train")
-    parse = _value_text if whole else _json_text
+    parse = (lambda text: {source.text: text}) if whole else _json_record
     number = 0
     for table in lines.with_format("arrow").iter(BATCH):
         for line in table["line"].to_pylist():
@@ -213,37 +237,43 @@ def _file_rows(path: Path, field: str, cache: str) -> Iterator[Row]:
             yield (lambda number=number: str(path) if whole else f"{path}, line {number}"), record, parse
 
 
-def _hub_rows(hub: Hub, field: str) -> Iterator[Row]:
+def _hub_rows(hub: Hub, source: Source) -> Iterator[Row]:
     """The rows of a hub set or of a local data set folder."""
     found = _datasets().load_dataset(
         hub.path, hub.name, split=hub.split, revision=hub.revision, streaming=hub.streaming
     )
-    yield from _table_rows(found, field, hub.path)
+    yield from _table_rows(found, source, hub.path)
 
 
-def _table_rows(found: datasets.Dataset | datasets.IterableDataset, field: str, place: str) -> Iterator[Row]:
-    """One column of a data set. Strings come as their bytes, so that one broken one does not end the reading."""
+def _table_rows(found: datasets.Dataset | datasets.IterableDataset, source: Source, place: str) -> Iterator[Row]:
+    """The column of a data set, and of conversations the one that names their documents.
+
+    Strings come as their bytes, and lists as what arrow holds of them, so that a broken one does not end the reading.
+    """
     import pyarrow
 
-    if field in (found.column_names or ()):
-        found = found.select_columns([field])
+    wanted = [source.text, *([MADE_OF] if isinstance(source, TalkSource) else [])]
+    if source.text in (found.column_names or ()):
+        found = found.select_columns([name for name in wanted if name in found.column_names])
     number = 0
     for table in found.with_format("arrow").iter(BATCH):
-        if field not in table.column_names:
-            raise UserError(f"{place}: there is no field {field!r}; there are {table.column_names}: give data.text=…")
-        column = table[field]
-        if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
-            column = column.cast(pyarrow.large_binary())
-        for value in column.to_pylist():
+        if source.text not in table.column_names:
+            way_out = f"give {_group(source)}.text=…"
+            raise UserError(f"{place}: there is no field {source.text!r}; there are {table.column_names}: {way_out}")
+        columns = {name: table[name] for name in wanted if name in table.column_names}
+        for name, column in columns.items():
+            if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+                columns[name] = column.cast(pyarrow.large_binary())
+        for values in zip(*columns.values(), strict=True):
             number += 1
-            yield (lambda number=number: f"{place}, row {number}"), value, _value_text
+            yield (lambda number=number: f"{place}, row {number}"), dict(zip(columns, values, strict=True)), _plain
 
 
-# ---------------------------------------------------------------- the text of a row
+# ---------------------------------------------------------------- records
 
 
-def _json_text(line: bytes, field: str) -> str | None:
-    """The text field of a line of JSON; None for a blank line."""
+def _json_record(line: bytes) -> dict[str, Any] | None:
+    """The object of a line of JSON; None for a blank line."""
     if not line.strip():
         return None
     try:
@@ -252,15 +282,49 @@ def _json_text(line: bytes, field: str) -> str | None:
         raise BadRow("not JSON") from None
     if not isinstance(record, dict):
         raise BadRow("not an object")
+    return record
+
+
+def _plain(record: dict[str, Any]) -> dict[str, Any]:
+    """The values of arrow as Python's."""
+    try:
+        return {name: _without_nulls(value.as_py()) for name, value in record.items()}
+    except UnicodeDecodeError:
+        raise BadRow("not UTF-8") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the keys that are null: all structs of a column have the keys of each of them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _text(record: dict[str, Any], field: str, row: int) -> Document:
     if field not in record:
         raise BadRow("no text field")
-    if isinstance(record[field], str):
-        return record[field]
-    raise BadRow("null" if record[field] is None else "not a string")
+    text = _string(record[field])
+    data = _utf8(text)
+    digest = hashlib.sha256(data).digest()
+    return Document(text, digest, digest, len(data), row)
 
 
-def _value_text(value: Any, field: str) -> str:
-    """The text of a value of a column, or of a whole file."""
+def _conversation(record: dict[str, Any], field: str, row: int) -> Document:
+    from stack.conversation import canonical, check  # it knows the control tokens, whose module reads text from here
+
+    if field not in record:
+        raise BadRow("no messages field")
+    messages, made_of = check(record[field]), record.get(MADE_OF)
+    data = canonical(messages)
+    digest = hashlib.sha256(data).digest()
+    if made_of is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", _string(made_of)):
+        raise BadRow(f"{MADE_OF} is no SHA-256")
+    key = digest if made_of is None else bytes.fromhex(_string(made_of))
+    return Document(messages, digest, key, len(data), row)
+
+
+def _string(value: Any) -> str:
+    """A string, which may come as its bytes."""
     if isinstance(value, bytes):
         return _decoded(value)
     if isinstance(value, str):
