@@ -100,6 +100,14 @@ class Tokenizer:
         """The inverse of :meth:`encode`. Control tokens show as their text, broken UTF-8 as U+FFFD."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as ``tokenizer.json`` writes it, control or not; None where there is none."""
+        return self._inner.token_to_id(token)
+
+    def id_to_token(self, index: int) -> str:
+        """The inverse of :meth:`token_to_id`."""
+        return self._inner.id_to_token(index)
+
     def save_into(self, folder: Path, max_length: int | None = None) -> None:
         """Copy the files that Hugging Face reads into a model's folder; ``max_length`` is the model's context."""
         for name in FILES:
