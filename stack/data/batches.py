@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
 
 import numpy as np
 import torch
 
 from stack.config import UserError
 from stack.data.packing import Split
+from stack.data.placement import permutation, plan_windows
 
 IGNORED = -100  # the target of a position that is not learnt from
 
@@ -26,100 +29,12 @@ class Batch:
     targets: torch.Tensor  # int64 [B, T]: the next id of the stream, or IGNORED
     positions: torch.Tensor  # int64 [B, T]: from 0 in every segment
     lengths: tuple[tuple[int, ...], ...]  # per window, the lengths of its segments in order
+    documents: tuple[tuple[int, ...], ...] = ()  # per window, which document of the split each segment is of
 
     @property
     def num_targets(self) -> int:
         """Supervised tokens."""
         return int((self.targets != IGNORED).sum())
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Pieces of documents, placed: window ``w`` holds the pieces ``first[w]`` to ``first[w + 1]``, in order."""
-
-    document: np.ndarray  # int64 [P]: the document a piece is of
-    offset: np.ndarray  # int64 [P]: inputs of that document before the piece
-    length: np.ndarray  # int64 [P]: inputs in the piece, 1 to window
-    first: np.ndarray  # int64 [W + 1]
-
-    @property
-    def num_windows(self) -> int:
-        """Windows of one epoch."""
-        return len(self.first) - 1
-
-
-def permutation(size: int, seed: int, *key: int) -> np.ndarray:
-    """A seeded order of ``range(size)``, int64.
-
-    Made of raw words of Philox, which numpy keeps the same in every version; ``Generator.permutation`` is not.
-    """
-    words = np.random.Philox(np.random.SeedSequence([seed % 2**64, *key])).random_raw(size)
-    return np.argsort(words, kind="stable")
-
-
-def plan_windows(lengths: np.ndarray, window: int, seed: int) -> Plan:
-    """Place documents of ``lengths`` inputs (int64 [N], each at least 1) into windows of ``window`` inputs.
-
-    A document is cut into window-sized pieces, each a window of its own; what remains of it (all of it, if it is
-    short) is placed best-fit, longest first. The seed decides which of equally long pieces goes where.
-    """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    assert window >= 1 and (lengths >= 1).all(), "a window and a document have at least one input"
-    whole, rest = np.divmod(lengths, window)
-    num_whole = int(whole.sum())
-    cut = np.repeat(np.arange(len(lengths)), whole)
-    nth = np.arange(num_whole) - np.repeat(np.cumsum(whole) - whole, whole)
-
-    remaining = np.flatnonzero(rest)
-    remaining = remaining[permutation(len(remaining), seed, 0)]
-    remaining = remaining[np.argsort(-rest[remaining], kind="stable")]
-    bins = _best_fit(np.bincount(rest[remaining], minlength=window), window)
-    by_bin = np.argsort(bins, kind="stable")
-    remaining = remaining[by_bin]
-    return Plan(
-        document=np.concatenate([cut, remaining]),
-        offset=np.concatenate([nth * window, whole[remaining] * window]),
-        length=np.concatenate([np.full(num_whole, window), rest[remaining]]),
-        first=np.concatenate([np.arange(num_whole + 1), num_whole + np.cumsum(np.bincount(bins))]),
-    )
-
-
-def _best_fit(count: np.ndarray, window: int) -> np.ndarray:
-    """Best-fit decreasing of ``count[l]`` pieces of each length l < window: each piece's bin, int64, longest first.
-
-    Bins with the same room are alike, so they are filled together. Taking the rooms in ascending order is best fit
-    exactly: a bin with room r takes r // l pieces in a row, because after each it is the tightest that still fits.
-    """
-    free: list[list[np.ndarray]] = [[] for _ in range(window + 1)]  # bins by the room that is left in them
-    is_free = np.zeros(window + 1, dtype=bool)
-    placed = [np.zeros(0, dtype=np.int64)]
-    num_bins = 0
-    for length in range(window - 1, 0, -1):
-        left = int(count[length])
-        if not left:
-            continue
-        for room in [*(np.flatnonzero(is_free[length:window]) + length).tolist(), window]:
-            each = room // length
-            need = -(-left // each)
-            if room == window:
-                bins = np.arange(num_bins, num_bins + need)
-                num_bins += need
-            else:
-                bins = free[room][0] if len(free[room]) == 1 else np.concatenate(free[room])
-                free[room] = [bins[need:]] if need < len(bins) else []
-                is_free[room] = need < len(bins)
-                bins = bins[:need]
-            taken = min(left, len(bins) * each)
-            placed.append(np.repeat(bins, each)[:taken])
-            full, last = divmod(taken, each)
-            for some, room_after in ((bins[:full], room - each * length), (bins[full:], room - last * length)):
-                if len(some):
-                    free[room_after].append(some)
-                    is_free[room_after] = True
-            left -= taken
-            if not left:
-                break
-    return np.concatenate(placed)
 
 
 class Windows:
@@ -135,8 +50,12 @@ class Windows:
     @property
     def padding_share(self) -> float:
         """Positions of all windows that hold no input."""
-        room = self.num_windows * self.window
-        return 1 - int(self.plan.length.sum()) / room if room else 0.0
+        return self.plan.padding_share(self.window)
+
+    @property
+    def num_targets(self) -> int:
+        """Supervised tokens of all windows."""
+        return self.split.num_targets
 
     def batch(self, window_numbers: Sequence[int] | np.ndarray) -> Batch:
         """These windows, one a row; every row depends on its own number alone."""
@@ -146,21 +65,25 @@ class Windows:
         targets = np.full(shape, IGNORED, dtype=np.int64)
         positions = np.zeros(shape, dtype=np.int64)
         count = np.arange(self.window)
-        lengths = []
+        lengths, documents = [], []
         for row, number in enumerate(window_numbers):
             pieces = slice(plan.first[number], plan.first[number + 1])
             starts = split.starts[plan.document[pieces]] + plan.offset[pieces]
             lengths.append(tuple(plan.length[pieces].tolist()))
+            documents.append(tuple(plan.document[pieces].tolist()))
             begin = 0
             for start, length in zip(starts.tolist(), lengths[-1], strict=True):
                 stream = split.ids(start, length + 1)
                 end = begin + length
                 ids[row, begin:end] = stream[:-1]
                 targets[row, begin:end] = stream[1:]
+                supervised = split.supervised(start + 1, length)
+                if supervised is not None:
+                    targets[row, begin:end][supervised == 0] = IGNORED
                 positions[row, begin:end] = count[:length]
                 begin = end
         tensors = (torch.from_numpy(array) for array in (ids, targets, positions))
-        return Batch(*tensors, lengths=tuple(lengths))
+        return Batch(*tensors, lengths=tuple(lengths), documents=tuple(documents))
 
     def padding(self) -> Batch:
         """One window that is one segment with nothing to learn, for a rank that has none.
@@ -168,7 +91,7 @@ class Windows:
         A segment, because every parameter takes part in the backward pass of a rank that others wait for.
         """
         ids = torch.full((1, self.window), self.pad_id, dtype=torch.int64)
-        return Batch(ids, torch.full_like(ids, IGNORED), torch.zeros_like(ids), lengths=((self.window,),))
+        return Batch(ids, torch.full_like(ids, IGNORED), torch.zeros_like(ids), ((self.window,),), ((-1,),))
 
 
 class Batches(Windows):
@@ -189,8 +112,10 @@ class Batches(Windows):
 
     def windows_of(self, step: int) -> np.ndarray:
         """The window numbers of step ``step``, int64 [at most global_batch]; none beyond ``end``."""
-        begin = step * self.global_batch
-        stop = begin + self.global_batch if self.end is None else min(begin + self.global_batch, self.end)
+        return self.stretch(*_stretch_of(step, self.global_batch, self.end))
+
+    def stretch(self, begin: int, stop: int) -> np.ndarray:
+        """The window numbers at ``begin`` to ``stop`` of the endless order, int64 [stop - begin]."""
         parts = [np.zeros(0, dtype=np.int64)]
         while begin < stop:
             epoch, at = divmod(begin, self.num_windows)
@@ -202,6 +127,69 @@ class Batches(Windows):
         if self._order[0] != epoch:
             self._order = (epoch, permutation(self.num_windows, self._seed, 1, epoch))
         return self._order[1]
+
+
+def _stretch_of(step: int, global_batch: int, end: int | None) -> tuple[int, int]:
+    """The windows of a step in an endless order that ``end`` cuts: the first and the one behind the last."""
+    begin = step * global_batch
+    stop = begin + global_batch if end is None else min(begin + global_batch, end)
+    return begin, max(begin, stop)
+
+
+class Mixed:
+    """Batches of which a fixed share are windows of a second split, as :class:`Batches` has them.
+
+    Of the first n windows floor(n * share) are replayed ones, exactly; so a step has the floor or one more of its
+    share. Each of the two is learnt in its own order, epoch after epoch. Window numbers from
+    ``first.num_windows`` on are the replayed ones', over and over.
+
+    Args:
+        first: what the run is for; its ``end`` cuts the whole.
+        replayed: the rest, of the same window.
+        share: of all windows that are replayed, 0 to 1 exclusive.
+    """
+
+    def __init__(self, first: Batches, replayed: Batches, share: float):
+        assert first.window == replayed.window and 0 <= share < 1
+        self.first, self.replayed = first, replayed
+        self.global_batch = first.global_batch
+        self._share = Fraction(str(share))  # 0.1 is a tenth, so that no rounding moves a window to another step
+        self.num_windows = self._until(first.num_windows)
+        self.end = None if first.end is None else self._until(first.end)
+
+    @property
+    def num_targets(self) -> int:
+        """Supervised tokens of ``num_windows`` windows: those of one epoch of the first, and what is replayed in it."""
+        replayed = self.num_windows - self.first.num_windows
+        return self.first.num_targets + round(replayed * self.replayed.num_targets / self.replayed.num_windows)
+
+    def windows_of(self, step: int) -> np.ndarray:
+        """The window numbers of step ``step``, int64 [at most global_batch]; none beyond ``end``."""
+        begin, stop = _stretch_of(step, self.global_batch, self.end)
+        before, after = (floor(n * self._share) for n in (begin, stop))
+        own = self.first.stretch(begin - before, stop - after)
+        return np.concatenate([own, self.first.num_windows + self.replayed.stretch(before, after)])
+
+    def batch(self, window_numbers: Sequence[int] | np.ndarray) -> Batch:
+        """These windows, one a row; the documents of replayed ones are numbered behind those of the first split."""
+        numbers = np.asarray(window_numbers, dtype=np.int64)
+        is_own = numbers < self.first.num_windows
+        own = self.first.batch(numbers[is_own])
+        replayed = self.replayed.batch((numbers[~is_own] - self.first.num_windows) % self.replayed.num_windows)
+        behind = self.first.split.num_documents
+        documents = [*own.documents, *(tuple(behind + number for number in row) for row in replayed.documents)]
+        lengths = [*own.lengths, *replayed.lengths]
+        rows = np.argsort(np.argsort(~is_own, kind="stable"), kind="stable")  # where each row stands among those
+        tensors = (torch.cat([getattr(b, n) for b in (own, replayed)])[rows] for n in ("ids", "targets", "positions"))
+        return Batch(*tensors, tuple(lengths[row] for row in rows), tuple(documents[row] for row in rows))
+
+    def padding(self) -> Batch:
+        """One window that is one segment with nothing to learn, for a rank that has none."""
+        return self.first.padding()
+
+    def _until(self, own: int) -> int:
+        """The least number of windows of which ``own`` are the first's."""
+        return floor((own - 1) / (1 - self._share)) + 1
 
 
 def in_order(split: Split, window: int, pad_id: int) -> Windows:

@@ -1,9 +1,11 @@
 """Tokens out: sources of text become shards of ids on disk, and shards become one stream a split.
 
 A shard is the documents of one source, each ``<|endoftext|>`` then its tokens, and one closing ``<|endoftext|>``: n + 1
-inputs for a document of n tokens, and as many targets, the last of them the next ``<|endoftext|>``. Work goes in
-blocks, one training shard and its validation shard; what a killed process finished is kept, and the folder that
-comes of it is equal byte for byte to one made in one go, by any number of workers.
+inputs for a document of n tokens, and as many targets, the last of them the next ``<|endoftext|>``. Conversations are
+documents like any other; a mask beside their ids says which of these are learnt as targets.
+
+Work goes in blocks, one training shard and its validation shard; what a killed process finished is kept, and the folder
+that comes of it is equal byte for byte to one made in one go, by any number of workers.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from stack import config
+from stack import config, conversation
 from stack.config import UserError
 from stack.data import corpus
-from stack.data.encoding import Encode, encoder, id_dtype
+from stack.data.encoding import Content, Encode, Encoded, encoder, id_dtype
+from stack.data.placement import plan_windows
 from stack.tokenizer import Tokenizer
 
 FORMAT = 1
@@ -51,6 +54,10 @@ class Split:
     num_bytes: int  # UTF-8 bytes of the text, a document packed twice counted twice
     _shards: tuple[np.ndarray, ...]  # uint16 or uint32, mapped from the files
     _offsets: np.ndarray  # int64: where each shard begins in the stream
+    _masks: tuple[np.ndarray, ...] = ()  # of conversations: uint8 for each id
+    num_supervised: int | None = None  # of conversations
+    sources: tuple[str, ...] = ("text",)
+    _source_of_shard: tuple[int, ...] = ()  # which of them each shard is of; nothing: all of the first
 
     @property
     def num_documents(self) -> int:
@@ -59,14 +66,27 @@ class Split:
 
     @property
     def num_targets(self) -> int:
-        """Targets of one epoch."""
-        return int(self.lengths.sum())
+        """Targets of one epoch; of conversations those that are learnt."""
+        return int(self.lengths.sum()) if self.num_supervised is None else self.num_supervised
+
+    @cached_property
+    def source_of(self) -> np.ndarray:
+        """Which of ``sources`` each document is of, int64 [num_documents]."""
+        shard = np.searchsorted(self._offsets, self.starts, side="right") - 1
+        return np.asarray(self._source_of_shard or [0] * len(self._shards), dtype=np.int64)[shard]
 
     def ids(self, start: int, count: int) -> np.ndarray:
         """The ids at ``start`` to ``start + count`` of the stream, uint16 or uint32 [count], all within one shard."""
+        return self._part(self._shards, start, count)
+
+    def supervised(self, start: int, count: int) -> np.ndarray | None:
+        """For each of those ids 1 where it is learnt as a target, uint8 [count]; None where every id is."""
+        return self._part(self._masks, start, count) if self._masks else None
+
+    def _part(self, arrays: tuple[np.ndarray, ...], start: int, count: int) -> np.ndarray:
         shard = int(np.searchsorted(self._offsets, start, side="right")) - 1
         begin = start - int(self._offsets[shard])
-        found = self._shards[shard][begin : begin + count]
+        found = arrays[shard][begin : begin + count]
         assert len(found) == count, f"{self.name}: {count} ids from {start} on cross the end of a shard"
         return found
 
@@ -102,12 +122,17 @@ class Packed:
         return np.load(self.folder / "counts.npy", allow_pickle=False)
 
     def _open(self, name: str) -> Split:
-        shards, lengths, starts, offset = [], [], [], 0
-        offsets = []
+        shards, masks, lengths, starts, offset = [], [], [], [], 0
+        offsets, sources = [], []
+        names = tuple(self.manifest["sources"])
         for shard in (shard for shard in self.manifest["shards"] if shard["split"] == name):
             ids = np.memmap(self.folder / f"{shard['name']}.bin", dtype=id_dtype(self.num_rows), mode="r")
             edges = np.load(self.folder / f"{shard['name']}.starts.npy", allow_pickle=False)
             shards.append(ids.view(np.ndarray))
+            if "supervised" in shard:
+                mask = np.memmap(self.folder / f"{shard['name']}.mask.bin", dtype=np.uint8, mode="r")
+                masks.append(mask.view(np.ndarray))
+            sources.append(names.index(shard["source"]))
             lengths.append(np.diff(edges))
             starts.append(edges[:-1] + offset)
             offsets.append(offset)
@@ -120,11 +145,18 @@ class Packed:
             num_bytes=self.manifest["splits"][name]["bytes"],
             _shards=tuple(shards),
             _offsets=np.array(offsets, dtype=np.int64),
+            _masks=tuple(masks),
+            num_supervised=self.manifest["splits"][name].get("supervised"),
+            sources=names,
+            _source_of_shard=tuple(sources),
         )
 
 
-def open_packed(folder: Path) -> Packed:
-    """Open a packed folder after holding every file's size against the manifest; UserError where one differs."""
+def open_packed(folder: Path, tokenizer: Tokenizer | None = None) -> Packed:
+    """Open a packed folder after holding every file's size against the manifest; UserError where one differs.
+
+    UserError too where its ids are not those of ``tokenizer``.
+    """
     path = folder / "manifest.json"
     way_out = f"delete {folder} to have it packed again"
     try:
@@ -155,24 +187,40 @@ def open_packed(folder: Path) -> Packed:
             f"{folder / 'counts.npy'} counts {int(counts.sum())} ids of {len(counts)} rows, "
             f"the manifest {expected} of {packed.num_rows}; {way_out}"
         )
+    if tokenizer is not None and tokenizer.digest != packed.vocabulary_digest:
+        raise UserError(
+            f"the packed data {folder} were made with another vocabulary: {packed.num_rows} rows, digest "
+            f"{packed.vocabulary_digest}; the tokenizer {tokenizer.folder} has {tokenizer.vocab_size}, digest "
+            f"{tokenizer.digest}; set data.packed=null to pack anew, or give tokenizer.folder=FOLDER of the tokenizer "
+            "that made them"
+        )
     return packed
 
 
 # ---------------------------------------------------------------------------------------------------------- packing
 
 
-def pack(data: config.Data, tokenizer: Tokenizer, root: Path, show: Callable[[str], None]) -> Packed:
+def pack(
+    data: config.Data, tokenizer: Tokenizer, root: Path, show: Callable[[str], None], *, window: int | None = None
+) -> Packed:
     """Pack the sources of ``data`` into ``root/packed/NAME-<8 hex>``; reuse a finished folder, finish a begun one.
 
     The hex digits are of all that decides the content, so equal inputs meet in one folder. A second process that
-    packs the same one waits for the first. UserError where a split has nothing to learn from.
+    packs the same one waits for the first. Conversations are made to fit into ``window`` ids. UserError where a split
+    has nothing to learn from.
     """
+    assert (window is not None) == isinstance(data, config.Conversations), (
+        "conversations, and they alone, have a window"
+    )
     inputs = {
         "format": FORMAT,
         "vocabulary": tokenizer.digest,
         "sources": {name: corpus.fingerprint(source) for name, source in data.resolved_sources().items()},
         **{key: getattr(data, key) for key in ("validation", "seed", "on_bad_row", "shard_mb")},
     }
+    if isinstance(data, config.Conversations):
+        template = hashlib.sha256(conversation.TEMPLATE.encode()).hexdigest()
+        inputs |= {"window": window, "too_long": data.too_long, "template": template}
     digest = hashlib.sha256(_json(inputs)).hexdigest()
     folder = root / "packed" / f"{data.name}-{digest[:8]}"
     if not folder.is_dir():
@@ -180,11 +228,11 @@ def pack(data: config.Data, tokenizer: Tokenizer, root: Path, show: Callable[[st
             if not folder.is_dir():  # nobody finished it while this process waited
                 partial = folder.with_name(f"{folder.name}.partial")
                 if not (partial / "manifest.json").is_file():
-                    _fill(partial, data, tokenizer, {"inputs": inputs, "digest": digest}, show)
+                    _fill(partial, data, tokenizer, window or 0, {"inputs": inputs, "digest": digest}, show)
                 (partial / "progress.json").unlink(missing_ok=True)
                 partial.rename(folder)
     packed = open_packed(folder)
-    show(f"packed data: {folder} ({_summary(packed.manifest['splits'])})")
+    show(f"packed data: {folder} ({_summary(packed, window)})")
     return packed
 
 
@@ -202,13 +250,19 @@ def _locked(path: Path, show: Callable[[str], None]) -> Iterator[None]:
 
 
 def _fill(
-    partial: Path, data: config.Data, tokenizer: Tokenizer, made_from: dict[str, Any], show: Callable[[str], None]
+    partial: Path,
+    data: config.Data,
+    tokenizer: Tokenizer,
+    window: int,
+    made_from: dict[str, Any],
+    show: Callable[[str], None],
 ) -> None:
     """Pack every source into ``partial``, from where its ``progress.json`` stands on; the manifest comes last."""
     progress = _resumed(partial, show)
     # By name: the digest of the inputs knows no order of sources.
     sources = {name: source for name, source in sorted(data.resolved_sources().items()) if source.weight > 0}
-    with encoder(tokenizer, data.workers) as encode:
+    cut = isinstance(data, config.Conversations) and data.too_long == "cut"
+    with encoder(tokenizer, data.workers, window, cut) as encode:
         for name, source in sources.items():
             if progress["next_row"].get(name) != "end":
                 _pack_source(partial, progress, name, source, data, tokenizer, encode, show)
@@ -274,21 +328,26 @@ def _pack_source(
     show: Callable[[str], None],
 ) -> None:
     """Pack one source from its next row on, block by block."""
-    skipped = progress["skipped"].setdefault(name, {"empty": 0, "repeats": 0, "omissions": 0, "bad_rows": {}})
+    talk = {"cut": 0, "too_long": 0} if isinstance(data, config.Conversations) else {}
+    skipped = progress["skipped"].setdefault(name, {"empty": 0, "repeats": 0, "omissions": 0, "bad_rows": {}} | talk)
     meter = _Meter(name, source, progress["read_bytes"].get(name, 0), show)
     limit = data.shard_mb * _MB
     items = _items(name, source, data, start=progress["next_row"].get(name, 0))
     block = _Block(partial, progress["shards"], name, tokenizer)
-    for item, ids in encode(items):
+    for item, encoded in encode(items):
         for reason, count in item.refused.items():
             skipped["bad_rows"][reason] = skipped["bad_rows"].get(reason, 0) + count
         if item.row is None:
             continue
+        too_long = encoded.left_out > 0 and not len(encoded.ids)
+        copies = 0 if too_long else item.copies
+        if encoded.left_out:
+            skipped["too_long" if too_long else "cut"] += 1
         skipped["empty"] += item.num_bytes == 0
-        skipped["repeats"] += max(0, item.copies - 1)
+        skipped["repeats"] += max(0, copies - 1)
         skipped["omissions"] += item.copies == 0 and item.num_bytes > 0
-        block.add(item, ids)
-        meter.add(item.num_bytes, len(ids) * item.copies)
+        block.add(item, encoded, copies)
+        meter.add(item.num_bytes, len(encoded.ids) * copies)
         if block.text_bytes >= limit or block.train_bytes >= limit:
             progress["next_row"][name], progress["read_bytes"][name] = item.row + 1, meter.read
             block.close(progress)
@@ -304,14 +363,14 @@ class _Item:
 
     refused: dict[str, int]  # rows refused since the item before, by reason
     row: int | None = None
-    key: bytes = b""
+    digest: bytes = b""
     num_bytes: int = 0  # of UTF-8
     split: str = "train"
     copies: int = 0  # times it is packed; 0: not at all
 
 
-def _items(name: str, source: config.Source, data: config.Data, start: int) -> Iterator[tuple[_Item, str | None]]:
-    """The documents of a source in order, from row ``start`` on, each with its text if it is packed."""
+def _items(name: str, source: config.Source, data: config.Data, start: int) -> Iterator[tuple[_Item, Content]]:
+    """The documents of a source in order, from row ``start`` on, each with its content if it is packed."""
     bad: Counter[str] = Counter()
 
     def refused() -> dict[str, int]:
@@ -321,13 +380,14 @@ def _items(name: str, source: config.Source, data: config.Data, start: int) -> I
         return taken
 
     for document in corpus.documents(name, source, on_bad_row=data.on_bad_row, start=start, bad=bad):
-        num_bytes = len(document.text.encode())
-        held_out = corpus.held_out(document.key, data.validation, data.seed)
-        copies = 1 if held_out else corpus.packs(document.key, source.weight, data.seed)
-        copies = copies if num_bytes else 0
+        held_out = corpus.held_out(document.key, data.share_of(source), data.seed)
+        copies = 1 if held_out else corpus.packs(document.digest, source.weight, data.seed)
+        copies = copies if document.num_bytes else 0
         split = "validation" if held_out else "train"
-        item = _Item(refused(), document.row, document.key, num_bytes, split, copies)
-        yield item, document.text if copies else None
+        yield (
+            _Item(refused(), document.row, document.digest, document.num_bytes, split, copies),
+            document.content if copies else None,
+        )
     yield _Item(refused()), None
 
 
@@ -349,14 +409,14 @@ class _Block:
         """Size of the training shard so far."""
         return self._shards["train"].size if "train" in self._shards else 0
 
-    def add(self, item: _Item, ids: np.ndarray) -> None:
-        """Append a document as often as it is packed."""
+    def add(self, item: _Item, encoded: Encoded, copies: int) -> None:
+        """Append a document so many times."""
         self.text_bytes += item.num_bytes
-        for _ in range(item.copies):
+        for _ in range(copies):
             if item.split not in self._shards:
                 name = f"{item.split}-{self._number[item.split]:05d}"
                 self._shards[item.split] = _Shard(self._partial, name, self._separator)
-            self._shards[item.split].add(ids, item.num_bytes, item.key)
+            self._shards[item.split].add(encoded, item.num_bytes, item.digest)
 
     def close(self, progress: dict[str, Any]) -> None:
         """Finish the shards and make them part of ``progress``, on disk: from here on they survive a kill."""
@@ -372,33 +432,33 @@ class _Shard:
     """One shard that is being written."""
 
     def __init__(self, folder: Path, name: str, separator: np.ndarray):
-        self.size = 0  # bytes
         self._folder, self._name, self._separator = folder, name, separator
-        self._file = (folder / f"{name}.bin").open("wb")
-        self._hash = hashlib.sha256()
+        self._ids = _File(folder / f"{name}.bin")
+        self._mask: _File | None = None  # of conversations
         self._starts = array("q")
-        self._text_bytes = self._texts = 0
+        self._text_bytes = self._texts = self._supervised = 0
 
-    def add(self, ids: np.ndarray, text_bytes: int, key: bytes) -> None:
+    @property
+    def size(self) -> int:
+        """Bytes of ids."""
+        return self._ids.size
+
+    def add(self, encoded: Encoded, text_bytes: int, digest: bytes) -> None:
         """Append a document."""
         self._starts.append(self.size // self._separator.itemsize)
-        self._write(self._separator)
-        self._write(ids)
+        self._ids.write(self._separator.tobytes() + encoded.ids.tobytes())
+        if encoded.supervised is not None:
+            self._mask = self._mask or _File(self._folder / f"{self._name}.mask.bin")
+            self._mask.write(b"\0" + encoded.supervised.tobytes())
+            self._supervised += int(encoded.supervised.sum())
         self._text_bytes += text_bytes
-        self._texts = (self._texts + int.from_bytes(key)) % 2**256
-
-    def _write(self, ids: np.ndarray) -> None:
-        data = ids.tobytes()
-        self._file.write(data)
-        self._hash.update(data)
-        self.size += len(data)
+        self._texts = (self._texts + int.from_bytes(digest)) % 2**256
 
     def close(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The shard's entry in the manifest, and its files' entries."""
         documents = len(self._starts)
         self._starts.append(self.size // self._separator.itemsize)
-        self._write(self._separator)
-        _sync_and_close(self._file)
+        self._ids.write(self._separator.tobytes())
         targets = self._starts[-1]
         record = {
             "name": self._name,
@@ -410,10 +470,34 @@ class _Shard:
             "texts": f"{self._texts:064x}",
         }
         starts = f"{self._name}.starts.npy"
-        return record, {
-            f"{self._name}.bin": {"size": self.size, "sha256": self._hash.hexdigest()},
+        files = {
+            f"{self._name}.bin": self._ids.close(),
             starts: _save_array(self._folder / starts, np.array(self._starts, dtype="<i8")),
         }
+        if self._mask is not None:
+            self._mask.write(b"\0")
+            record["supervised"] = self._supervised
+            files[f"{self._name}.mask.bin"] = self._mask.close()
+        return record, files
+
+
+class _File:
+    """A file that is being written, with its size and digest."""
+
+    def __init__(self, path: Path):
+        self.size = 0
+        self._file, self._hash = path.open("wb"), hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        """Append bytes."""
+        self._file.write(data)
+        self._hash.update(data)
+        self.size += len(data)
+
+    def close(self) -> dict[str, Any]:
+        """Sync; the file's entry in the manifest."""
+        _sync_and_close(self._file)
+        return {"size": self.size, "sha256": self._hash.hexdigest()}
 
 
 def _count(ids: np.ndarray, counts: np.ndarray, step: int = 2**24) -> None:
@@ -429,12 +513,21 @@ def _total(shards: list[dict[str, Any]], **only: str) -> dict[str, Any]:
     the documents modulo 2^256. Bits per byte of two runs compare where it is equal for validation.
     """
     chosen = [shard for shard in shards if all(shard[key] == value for key, value in only.items())]
-    sums = {key: sum(shard[key] for shard in chosen) for key in ("documents", "tokens", "targets", "ids", "bytes")}
+    keys = [
+        "documents",
+        "tokens",
+        "targets",
+        "ids",
+        "bytes",
+        *(["supervised"] if any("supervised" in shard for shard in shards) else []),
+    ]
+    sums = {key: sum(shard[key] for shard in chosen) for key in keys}
     return {"shards": len(chosen), **sums, "texts": f"{sum(int(shard['texts'], 16) for shard in chosen) % 2**256:064x}"}
 
 
 def _refuse_short_split(totals: dict[str, Any], skipped: dict[str, Any], data: config.Data) -> None:
     """UserError where a split has no target."""
+    group = "chat" if isinstance(data, config.Conversations) else "data"
     for split, change in (("train", "lower"), ("validation", "raise")):
         if totals[split]["documents"] == 0:
             sources = "; ".join(
@@ -445,7 +538,7 @@ def _refuse_short_split(totals: dict[str, Any], skipped: dict[str, Any], data: c
             raise UserError(
                 f"the {split} split has 0 documents, at least 1 is needed (train has {totals['train']['documents']}, "
                 f"validation {totals['validation']['documents']}); sources: {sources}; "
-                f"{change} data.validation={data.validation} or give more text"
+                f"{change} {group}.validation={data.validation} or give more text"
             )
 
 
@@ -487,11 +580,21 @@ def _expected_bytes(source: config.Source) -> float | None:
     return min((bound for bound in bounds if bound is not None), default=None)
 
 
-def _summary(totals: dict[str, Any]) -> str:
-    return "; ".join(
-        f"{split}: {total['documents']} documents, {total['tokens'] / 1e6:.2f}M tokens, {total['bytes'] / _MB:.1f} MB"
-        for split, total in totals.items()
-    )
+def _summary(packed: Packed, window: int | None) -> str:
+    """What is in a packed folder, in a few words; of conversations also what did not get in."""
+    parts = []
+    for split, total in packed.manifest["splits"].items():
+        talk = f", {total['supervised'] / 1e6:.2f}M of them learnt" if window else ""
+        tokens = f"{total['tokens'] / 1e6:.2f}M tokens{talk}"
+        what = "conversations" if window else "documents"
+        parts.append(f"{split}: {total['documents']} {what}, {tokens}, {total['bytes'] / _MB:.1f} MB")
+    if window:
+        share = plan_windows(packed.split("train").lengths, window, seed=0).padding_share(window)
+        skipped = [source["skipped"] for source in packed.manifest["sources"].values()]
+        cut, too_long = (sum(counts[key] for counts in skipped) for key in ("cut", "too_long"))
+        bad = sum(sum(counts["bad_rows"].values()) for counts in skipped)
+        parts.append(f"{share:.1%} padding at window {window}; {cut} cut, {too_long} too long, {bad} bad rows")
+    return "; ".join(parts)
 
 
 def _json(value: Any) -> bytes:

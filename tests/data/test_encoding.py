@@ -29,8 +29,10 @@ def test_order_and_portions(tokenizer, texts, characters, count):
         with encoding.encoder(tokenizer, 1) as encode:
             found = list(encode(enumerate(texts)))
     assert [item for item, _ in found] == list(range(len(texts)))
-    assert [ids.tolist() for _, ids in found] == [[] if text is None else tokenizer.encode(text) for text in texts]
-    assert all(ids.dtype == np.uint16 for _, ids in found)
+    assert [encoded.ids.tolist() for _, encoded in found] == [
+        [] if text is None else tokenizer.encode(text) for text in texts
+    ]
+    assert all(encoded.ids.dtype == np.uint16 for _, encoded in found)
 
 
 def test_memory_is_bounded_and_a_dead_worker_is_told(tokenizer, monkeypatch):
@@ -47,7 +49,7 @@ def test_memory_is_bounded_and_a_dead_worker_is_told(tokenizer, monkeypatch):
             yield read, "the sea"
 
     with pytest.raises(UserError, match=r"lower data\.workers=2"), encoding.encoder(tokenizer, 2) as encode:
-        for item, ids in encode(pairs()):
-            assert ids.tolist() == tokenizer.encode("the sea")
+        for item, encoded in encode(pairs()):
+            assert encoded.ids.tolist() == tokenizer.encode("the sea")
             assert read - item < encoding.AHEAD * 2 * 10
     assert read >= 1_000
