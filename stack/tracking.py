@@ -90,6 +90,14 @@ class Display:
             self._last = time.monotonic()
             self.show(f"step {done}/{steps}  {line}")
 
+    def wait(self, line: str) -> None:
+        """Shows what goes on between steps; in a pipe only so often."""
+        if self._live is not None:
+            self._live.update(self._task, description=line)
+        elif self.on and time.monotonic() - self._last >= self.every_s:
+            self._last = time.monotonic()
+            self.show(line)
+
     def stop(self) -> None:
         """Ends the live line."""
         if self._live is not None:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from stack import machine, run_folder, tokenizer
-from stack.config import Config, UserError, entry
+from stack.config import Config, entry
 from stack.data.batches import Batches, in_order
 from stack.data.packing import Packed, open_packed, pack
 from stack.diagnostics.memory import check_memory
@@ -28,7 +28,7 @@ def run(config: Config) -> int:
             display.show(f"finished already: step {start.step} of {start.steps}; checkpoint: {start.checkpoint}")
             return 0
         words, packed = stages(config, here, display)
-        check_memory(config, words.vocab_size, device, display.show)
+        check_memory(config.model, config, words.vocab_size, device, display.show)
         model = Decoder(config.model, words.vocab_size, seed=config.seed).to(device)
         named = identity(config, words, packed)
         return Trainer(config, model, split(config, packed, words), words, named, here, display).run(start)
@@ -44,14 +44,8 @@ def stages(config: Config, here: Ranks, display: Display) -> tuple[tokenizer.Tok
         return [str(words.folder), str(packed)]
 
     folders = [Path(folder) for folder in here.on_main(make)]
-    words, packed = tokenizer.load(folders[0]), open_packed(folders[1])
-    if words.digest != packed.vocabulary_digest:
-        raise UserError(
-            f"the packed data {packed.folder} were made with another vocabulary: {packed.num_rows} rows, digest "
-            f"{packed.vocabulary_digest}; the tokenizer {words.folder} has {words.vocab_size}, digest {words.digest}; "
-            "set data.packed=null to pack anew, or give tokenizer.folder=FOLDER of the tokenizer that made them"
-        )
-    return words, packed
+    words = tokenizer.load(folders[0])
+    return words, open_packed(folders[1], words)
 
 
 def split(config: Config, packed: Packed, words: tokenizer.Tokenizer) -> Split:

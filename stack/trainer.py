@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from stack import checkpoint, machine, parallel, run_folder
-from stack.config import Run, UserError
+from stack import answers, checkpoint, conversation, machine, parallel, run_folder
+from stack.answers import Question
+from stack.config import Conversations, Run, UserError
 from stack.data.batches import Batch, Batches, Windows
 from stack.distributed import Ranks
 from stack.evaluate import Validation, to_device, validate
-from stack.generate import generate
+from stack.generate import Sampling, generate
 from stack.model.transformer import Decoder, Loss
 from stack.optim import Optimizers, lr_factor
 from stack.tokenizer import Tokenizer
@@ -62,7 +63,10 @@ class Split:
 
     train: Batches
     validation: Windows
-    validation_bytes: int
+    validation_bytes: int | None  # of its text, for bits per byte
+    questions: tuple[Question, ...] = ()  # held-out conversations to answer at every validation
+    answer_tokens: int = 0  # the most tokens of such an answer
+    chat: Conversations | None = None  # how they are judged
 
 
 class Trainer:
@@ -241,7 +245,7 @@ class Trainer:
         if train.end is not None:
             return -(-train.end // t.global_batch)
         if t.tokens is not None:
-            per_step = train.split.num_targets / train.num_windows * t.global_batch
+            per_step = train.num_targets / train.num_windows * t.global_batch
             return math.ceil(t.tokens / per_step)
         steps = max(1, int(t.minutes * 60 / seconds))
         self.display.show(f"train.minutes={t.minutes}: {seconds:.2f} s a step, so {steps} steps")
@@ -325,16 +329,14 @@ class Trainer:
         if row and self.metrics is not None:
             self.metrics.write({"step": step, "tokens": self.state.tokens} | row)
         if end or stopping or (c.checkpoint.every and step % c.checkpoint.every == 0):
-            self.ranks.on_main(lambda: self._save(row.get("eval/bits_per_byte")))
+            self.ranks.on_main(lambda: self._save(row.get("eval/bits_per_byte", row.get("eval/loss"))))
 
     def _validate(self) -> dict[str, float]:
         found = self.validation()
-        values = {"loss": found.loss, "bits_per_byte": found.bits_per_byte}
+        values = found.figures()
+        values |= self._answers()
         self.state.last = values if math.isfinite(found.loss) else {}  # JSON has no NaN
-        self.display.show(
-            f"step {self.state.step}: validation {found.loss:.4f} nats per token, "
-            f"{found.bits_per_byte:.4f} bits per byte"
-        )
+        self.display.show(f"step {self.state.step}: {_figures(values)}")
         return {f"eval/{key}": value for key, value in values.items()}
 
     def validation(self) -> Validation:
@@ -349,29 +351,48 @@ class Trainer:
                 chunk_tokens=c.train.chunk_tokens,
                 ranks=self.ranks,
                 device=self.device,
+                progress=lambda done, of: self.display.wait(f"validation: window {done} of {of}"),
             )
+
+    def _answers(self) -> dict[str, float]:
+        """Held-out conversations answered: ``CHECK_SOURCE``, a share; shown as a table."""
+        if self.split.chat is None or not self.split.questions:
+            return {}
+        asked = answers.share(list(self.split.questions), self.ranks)
+        with self.autocast():
+            made = answers.answer(self.model, self.tokenizer, asked, self.split.answer_tokens)
+        table = answers.judge(made, self.split.chat.resolved_sources(), self.ranks)
+        for line in answers.lines(table):
+            self.display.show(line)
+        return {f"{check}_{source}": value for source, checks in table.items() for check, value in checks.items()}
 
     def _samples(self) -> list[str]:
         """The model's continuation of each prompt; shown, and returned with the prompt in front."""
-        s, tokenizer = self.config.sample, self.tokenizer
+        s, words = self.config.sample, self.tokenizer
         if not self.ranks.main or not s.prompts:
             return []
-        prompts = [[tokenizer.end_of_text, *tokenizer.encode(prompt)] for prompt in s.prompts]
         with self.autocast():
-            answers = generate(
+            made = generate(
                 self.model,
-                prompts,
+                [self._prompt(text) for text in s.prompts],
                 tokens=s.tokens,
-                stops=[tokenizer.end_of_text],
-                banned=tokenizer.unsampled,
-                temperature=s.temperature,
-                seed=self.config.seed,
+                stops=words.stops,
+                banned=words.unsampled,
+                sampling=Sampling(s.temperature, seed=self.config.seed),
             )
-        ends = [answer[:-1] if answer[-1:] == [tokenizer.end_of_text] else answer for answer in answers]
-        texts = [prompt + tokenizer.decode(ids) for prompt, ids in zip(s.prompts, ends, strict=True)]
+        ends = [ids[:-1] if ids[-1:] and ids[-1] in words.stops else ids for ids in made]
+        between = "" if words.end_of_turn is None else "\n"
+        texts = [prompt + between + words.decode(ids) for prompt, ids in zip(s.prompts, ends, strict=True)]
         for text in texts:
             self.display.show(f"  sample: {text!r}")
         return texts
+
+    def _prompt(self, text: str) -> list[int]:
+        """A text to be continued; for a chat model a question to be answered."""
+        words = self.tokenizer
+        if words.end_of_turn is None:
+            return [words.end_of_text, *words.encode(text)]
+        return conversation.encode(words, [{"role": "user", "content": text}], generation_prompt=True)[0]
 
     def _save(self, metric: float | None) -> None:
         assert self.metrics is not None, "rank 0 has the metrics"
@@ -411,11 +432,10 @@ class Trainer:
         )
 
     def _line(self, result: StepResult, speed: float, waiting: float, left: float) -> str:
-        bits = self.state.last.get("bits_per_byte")
         return "  ".join(
             [
                 f"loss {result.loss:.4f}",
-                f"{bits:.4f} bits/byte" if bits is not None else "no validation yet",
+                _figures(self.state.last) if self.state.last else "no validation yet",
                 f"{speed:,.0f} tokens/s",
                 f"{waiting:.0%} waiting",
                 f"peak {machine.peak_memory(self.device) / 1e9:.2f} GB",
@@ -429,7 +449,7 @@ class Trainer:
             return
         self.display.show(
             f"{state.step} steps, {state.tokens:,} tokens, {state.skipped_steps} skipped, in {duration(seconds)}; "
-            f"validation {last['loss']:.4f} nats per token, {last['bits_per_byte']:.4f} bits per byte"
+            f"{_figures(last)}"
         )
         self.display.show(f"checkpoint: {self.folder}/checkpoints/step-{state.step:08d}")
 
@@ -454,3 +474,9 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _figures(values: dict[str, float]) -> str:
+    """A validation in a few words."""
+    bits = f", {values['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in values else ""
+    return f"validation {values['loss']:.4f} nats per token{bits}"

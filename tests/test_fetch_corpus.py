@@ -100,9 +100,9 @@ def test_a_changed_corpus_is_made_again(wheels, tmp_path, harm):
     if harm == "change":
         (out / "recipes.jsonl").write_bytes(right["recipes.jsonl"].replace(b"Tea", b"Pea"))
     elif harm == "remove":
-        (out / "conversations/tasks.jsonl").unlink()
+        (out / "conversations/sort.jsonl").unlink()
     else:
-        (out / "manifest.json").write_text((out / "manifest.json").read_text().replace('"format": 1', '"format": 0'))
+        (out / "manifest.json").write_text((out / "manifest.json").read_text().replace('"format": 2', '"format": 0'))
     assert run(wheels, out) == 0
     assert tree(out) == right
 
@@ -149,11 +149,13 @@ def test_chats_alternate_and_hold_no_address_or_slur(wheels, tmp_path):
 
 def test_tasks_have_right_answers_and_share_the_key_of_their_operands():
     books = [{"text": "letter letter cat cat cat street"}]
-    made = list(fetch_corpus.tasks({"books": books}))
+    tasks = fetch_corpus.tasks({"books": books})
+    assert list(tasks) == ["spell", "reverse", "count", "add", "sort", "weekday"]
+    made = [record for records in tasks.values() for record in records]
     assert len({record["id"] for record in made}) == len(made)
     keys: dict[str, set[str]] = {}
     for record in made:
-        _, kind, name = record["id"].split("/")
+        kind, name = record["id"].split("/")
         ask, answer = record["messages"][0]["content"], record["messages"][-1]["content"]
         if kind == "add":
             a, b = map(int, name.split())

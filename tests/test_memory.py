@@ -52,7 +52,7 @@ def _measure(arguments: list[str], out: str) -> None:
 def test_the_plan_is_what_a_step_takes(name: str, tmp_path: Path) -> None:
     arguments = tiny.settings(tmp_path, *SIZES[name])
     c = tiny.configure(*arguments)
-    planned = memory.plan_memory(c, c.tokenizer.vocab_size, "cpu", c.train.micro_batch)
+    planned = memory.plan_memory(c.model, c, c.tokenizer.vocab_size, "cpu", c.train.micro_batch)
     job = tiny.Job(_measure, arguments, str(tmp_path / "peak"), log=tmp_path / "log")
     assert job.wait() == 0, job.output()
     measured = json.loads((tmp_path / "peak").read_text())
@@ -66,23 +66,23 @@ def test_what_does_not_fit_is_refused_with_a_micro_batch_that_does(monkeypatch: 
     rows = c.tokenizer.vocab_size
 
     def peak(micro_batch: int) -> int:
-        return memory.plan_memory(c, rows, "cpu", micro_batch).peak
+        return memory.plan_memory(c.model, c, rows, "cpu", micro_batch).peak
 
     assert [peak(n) < peak(n + 1) for n in range(1, 64)] == [True] * 63
     for free, fits in ((peak(40) - 1, 39), (peak(17), 17), (peak(1), 1)):
         monkeypatch.setattr(machine, "free_memory", lambda device, free=free: free)
         with pytest.raises(UserError, match=f"train.micro_batch={fits} would fit") as error:
-            memory.check_memory(c, rows, "cpu", print)
+            memory.check_memory(c.model, c, rows, "cpu", print)
         assert re.search(r"train.micro_batch=40 needs .* GB, .* GB are free", str(error.value))
         assert "activations" in str(error.value)
     monkeypatch.setattr(machine, "free_memory", lambda device: peak(1) - 1)
     with pytest.raises(UserError, match=r"not even train.micro_batch=1 fits; lower train.window"):
-        memory.check_memory(c, rows, "cpu", print)
+        memory.check_memory(c.model, c, rows, "cpu", print)
     monkeypatch.setattr(machine, "free_memory", lambda device: peak(40))
-    memory.check_memory(c, rows, "cpu", print)
+    memory.check_memory(c.model, c, rows, "cpu", print)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two processes share this machine
     with pytest.raises(UserError, match="would fit"):
-        memory.check_memory(c, rows, "cpu", print)
+        memory.check_memory(c.model, c, rows, "cpu", print)
 
 
 def test_it_is_told_before_anything_is_built(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_parameters_and_moments_are_exact(tmp_path: Path) -> None:
     for kind in ("muon", "adamw"):
         c = tiny.configure(*tiny.settings(tmp_path, f"optim={kind}"))
         trainer = tiny.bare_trainer(c)
-        plan = memory.plan_memory(c, c.tokenizer.vocab_size, "cpu", 1)
+        plan = memory.plan_memory(c.model, c, c.tokenizer.vocab_size, "cpu", 1)
         trainer.step(0, trainer.micro_batches(0), 1.0)
         assert plan.parameters == plan.gradients == sum(p.nbytes for p in trainer.model.parameters())
         assert plan.moments == sum(m.nbytes for m in trainer.optimizers.moments().values() if m.dim())

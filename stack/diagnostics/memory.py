@@ -51,16 +51,17 @@ class MemoryPlan:
         return [f"{name:<12}{getattr(self, name) / 1e9:8.2f} GB" for name in (*parts, "peak")]
 
 
-def plan_memory(c: config.Config, num_rows: int, device: str, micro_batch: int) -> MemoryPlan:
+def plan_memory(m: config.Model, c: config.Run, num_rows: int, device: str, micro_batch: int) -> MemoryPlan:
     """The memory of one step of one rank, as this configuration trains (not compiled: an upper bound if it is).
 
     Args:
+        m: the model's shape.
         c: the configuration.
         num_rows: rows of the table.
         device: ``cpu``, ``cuda`` or ``mps``.
         micro_batch: windows in one forward pass.
     """
-    m, tokens = c.model, micro_batch * c.train.window
+    tokens = micro_batch * c.train.window
     table = num_rows * m.d
     matrices = 2 * m.d * m.heads * m.head_dim + 2 * m.d * m.kv_heads * m.head_dim + 3 * m.d * m.ffn
     vectors = 2 * m.d + (2 * m.head_dim if m.qk_norm else 0)
@@ -88,10 +89,10 @@ def plan_memory(c: config.Config, num_rows: int, device: str, micro_batch: int) 
     )
 
 
-def largest_micro_batch(c: config.Config, num_rows: int, device: str, free: int) -> int:
+def largest_micro_batch(m: config.Model, c: config.Run, num_rows: int, device: str, free: int) -> int:
     """The most windows whose plan fits into ``free`` bytes; 0 where none does."""
     sizes = range(1, c.train.global_batch + 1)  # the peak grows with the size, so it can be halved in on
-    return bisect.bisect_right(sizes, free, key=lambda size: plan_memory(c, num_rows, device, size).peak)
+    return bisect.bisect_right(sizes, free, key=lambda size: plan_memory(m, c, num_rows, device, size).peak)
 
 
 @functools.cache
@@ -118,18 +119,20 @@ def _saved_per_token(m: config.Model, dtype: torch.dtype, tokens: int = 64) -> i
     return max(0, sum(saved.values()) - cast) // tokens
 
 
-def check_memory(c: config.Config, num_rows: int, device: str, show: Callable[[str], None]) -> None:
+def check_memory(
+    m: config.Model, c: config.Run, num_rows: int, device: str, show: Callable[[str], None]
+) -> None:
     """Holds the plan against what is free before anything is built.
 
     Raises:
         UserError: it does not fit; with the parts, and the largest micro-batch that would.
     """
-    plan = plan_memory(c, num_rows, device, min(c.train.micro_batch, c.train.global_batch))
+    plan = plan_memory(m, c, num_rows, device, min(c.train.micro_batch, c.train.global_batch))
     sharing = 1 if device == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = machine.free_memory(device) // sharing
     show(f"memory: {plan.peak / 1e9:.2f} GB planned for a step, {free / 1e9:.2f} GB free")
     if plan.peak > free:
-        fits = largest_micro_batch(c, num_rows, device, free)
+        fits = largest_micro_batch(m, c, num_rows, device, free)
         way = f"train.micro_batch={fits} would fit" if fits else "not even train.micro_batch=1 fits; lower train.window"
         lines = "\n".join(f"  {line}" for line in plan.lines())
         raise UserError(

@@ -44,3 +44,15 @@ class Table(nn.Module):
         return linear_cross_entropy(
             hidden, self.weight, targets, impl=impl, chunk_tokens=chunk_tokens, z_loss=z_loss, softcap=self.softcap
         )
+
+    def losses(self, hidden: Tensor, targets: Tensor, *, chunk_tokens: int) -> Tensor:
+        """Cross-entropy of every target, in the shape of ``targets``; 0 where ignored."""
+        return linear_cross_entropy(
+            hidden,
+            self.weight,
+            targets,
+            impl="checkpoint",
+            chunk_tokens=chunk_tokens,
+            softcap=self.softcap,
+            reduction="none",
+        )

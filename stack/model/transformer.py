@@ -194,6 +194,12 @@ class Decoder(nn.Module):
         hidden = self.hidden(ids, positions, segments)
         return self.table.loss(hidden, targets, impl=loss.impl, chunk_tokens=loss.chunk_tokens, z_loss=loss.z_loss)
 
+    def token_losses(
+        self, ids: Tensor, positions: Tensor, segments: Segments, targets: Tensor, chunk_tokens: int
+    ) -> Tensor:
+        """The loss of every target ``[B, T]`` in nats, float32; 0 where nothing is supervised."""
+        return self.table.losses(self.hidden(ids, positions, segments), targets, chunk_tokens=chunk_tokens)
+
     def logits(self, ids: Tensor) -> Tensor:
         """Logits ``[B, T, rows]`` float32 of whole sequences ``[B, T]``, each one segment."""
         size, length = ids.shape
