@@ -1,0 +1,25 @@
+"""A small tokenizer with chat tokens for tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from stack import tokenizer
+from stack.conversation import TEMPLATE
+from stack.tokenizer import Tokenizer
+
+CONTROL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+
+def tokenizer_in(folder: Path) -> Tokenizer:
+    """Made in a folder as a checkpoint has it; the chat tokens stand in the place of reserved ones."""
+    text = "user\nassistant\nsystem\ntool\nthe sea and the answer is the sea; \n\n yes, no. "
+    content = json.loads(tokenizer.fit([text] * 9, 300).to_str())
+    for number, name in enumerate(CONTROL):
+        next(t for t in content["added_tokens"] if t["content"] == f"<|reserved_{number}|>")["content"] = name
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    named = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
+    settings = named | {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tokenizer.load(folder)
