@@ -32,7 +32,7 @@ def theirs(words):
 
 # what breaks renderers: control tokens and their parts, Jinja, white space, quotes, other alphabets
 ODD = [
-    *CONTROL,
+    *talk.CONTROL,
     FORGED,
     "<|",
     "{{ bos_token }}",
