@@ -6,7 +6,7 @@ from hugging_face import same_shape
 
 from stack import config
 from stack.config import UserError
-from stack.generate import generate
+from stack.generate import Sampling, generate
 from stack.model.transformer import Decoder
 
 ROWS = 96
@@ -44,7 +44,7 @@ def test_cached_logits_equal_uncached_ones(model, monkeypatch):
     seen = []
     logits_of = model.table.logits
     monkeypatch.setattr(model.table, "logits", lambda hidden: seen.append(logits_of(hidden)) or seen[-1].clone())
-    answers = decode(model, temperature=1.0)
+    answers = decode(model, sampling=Sampling(1.0))
     monkeypatch.undo()
     assert len(seen) == 12
     for row, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
@@ -74,9 +74,9 @@ def test_a_batch_gives_what_each_prompt_gives_alone(model):
 
 @pytest.mark.parametrize("temperature", [0.0, 50.0])
 def test_banned_ids_never_appear(model, temperature):
-    free = {i for answer in decode(model, temperature=temperature) for i in answer}
+    free = {i for answer in decode(model, sampling=Sampling(temperature)) for i in answer}
     banned = sorted(free)[::2]
-    answers = decode(model, banned=banned, temperature=temperature)
+    answers = decode(model, banned=banned, sampling=Sampling(temperature))
     assert not set(banned) & {i for answer in answers for i in answer}
     if temperature == 0:
         assert answers == [uncached(model, p, 12, banned=banned) for p in PROMPTS]
@@ -94,9 +94,9 @@ def test_a_stop_ends_its_own_answer_and_is_part_of_it(model):
 
 def test_a_seed_repeats(model):
     state = torch.get_rng_state()
-    first = decode(model, temperature=1.0, seed=3)
-    assert decode(model, temperature=1.0, seed=3) == first
-    assert decode(model, temperature=1.0, seed=4) != first
+    first = decode(model, sampling=Sampling(1.0, seed=3))
+    assert decode(model, sampling=Sampling(1.0, seed=3)) == first
+    assert decode(model, sampling=Sampling(1.0, seed=4)) != first
     assert torch.equal(state, torch.get_rng_state()), "sampling must not move the generator of the training"
 
 
@@ -104,7 +104,7 @@ def test_sampling_follows_the_softmax(model):
     """3,000 first ids of one prompt against the distribution; five standard errors."""
     with torch.no_grad():
         chances = torch.softmax(model.logits(torch.tensor([[7, 8, 9]]))[0, -1] / 0.7, -1)
-    drawn = torch.tensor(decode(model, [[7, 8, 9]] * 3000, tokens=1, temperature=0.7))[:, 0]
+    drawn = torch.tensor(decode(model, [[7, 8, 9]] * 3000, tokens=1, sampling=Sampling(0.7)))[:, 0]
     shares = torch.bincount(drawn, minlength=ROWS) / 3000
     assert ((shares - chances).abs() < 5 * (chances * (1 - chances) / 3000).sqrt() + 1e-3).all()
 
