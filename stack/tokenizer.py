@@ -208,7 +208,7 @@ def _roles(
 
 def _check_text(found: Tokenizer) -> None:
     """UserError where a text does not come back, or where the text of a control token becomes one."""
-    probe = "".join(map(chr, range(0x20, 0x250))) + "  a  \n\n b\r\n\t日本語 🙂\u2028 I'm 1234  "
+    probe = "a" + "".join(map(chr, range(0x20, 0x250))) + "  a  \n\n b\r\n\t日本語 🙂\u2028 I'm 1234  "
     probe = found._known(unicodedata.normalize("NFC", probe))
     back = found.decode(found.encode(probe))
     if back != probe:
@@ -365,7 +365,7 @@ def _sample(
         unmeasured, unread = MEASURED_MB * 1e6, READ * limit
         for document in documents(name, source, on_bad_row=data.on_bad_row, bad=bad):
             length = len(document.text.encode())
-            if held_out(document.key, data.validation, data.seed):
+            if held_out(document.key, data.share_of(source), data.seed):
                 if unmeasured > 0:
                     measured[name].append(document.text)
                     unmeasured -= length

@@ -31,6 +31,7 @@ from stack.checkpoint import HEAD, MANIFEST, TABLE, WEIGHTS
 from stack.config import UserError
 from stack.model.transformer import Decoder
 from stack.tokenizer import Tokenizer, train
+from stack.vocabulary import grow_tokenizer, migrate
 
 NUM_ROWS = 320
 MODEL = config.Model(
@@ -182,6 +183,33 @@ def test_tokenizer_and_generation_settings_agree(good: Path, tokenizer: Tokenize
         model.model.embed_tokens.weight[list(tokenizer.unsampled)] *= 100
     out = model.generate(torch.tensor([[tokenizer.end_of_text, 65]]), max_new_tokens=20)
     assert not set(out[0].tolist()) & (set(tokenizer.unsampled) - {tokenizer.pad})
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_a_vocabulary_with_chat_tokens_has_both_stops(tmp_path: Path, tokenizer: Tokenizer, qk_norm: bool) -> None:
+    """Generation configuration, configuration and tokenizer agree; the template travels; reserved rows stay out."""
+    template = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    chat, growth = grow_tokenizer(tokenizer, NUM_ROWS, ("<|im_start|>", "<|im_end|>"), template, tmp_path)
+    shape = dataclasses.replace(MODEL, qk_norm=qk_norm)
+    weights, moments = migrate(growth, Decoder(shape, NUM_ROWS, seed=7).state_dict(), {})
+    folder = write(tmp_path, 7, chat, model_config=shape, weights=weights, moments=moments)
+    theirs, generation = AutoTokenizer.from_pretrained(folder), GenerationConfig.from_pretrained(folder)
+    stops = [chat.control["<|im_end|>"], chat.end_of_text]
+    assert generation.eos_token_id == AutoConfig.from_pretrained(folder).eos_token_id == stops == list(chat.stops)
+    assert theirs.eos_token_id == stops[0] and theirs.bos_token_id == generation.bos_token_id == stops[1]
+    assert (
+        generation.suppress_tokens == [chat.pad, *chat.reserved] and len(chat.reserved) == len(tokenizer.reserved) - 2
+    )
+    assert theirs.chat_template == template and theirs.model_max_length == MODEL.context
+    assert theirs("the sea").input_ids == [stops[1], *chat.encode("the sea")]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+        model.model.embed_tokens.weight.zero_()
+    first = torch.tensor([[chat.end_of_text, 65]])
+    for stop in stops:  # all logits are equal, so the one that is not suppressed wins
+        out = model.generate(first, max_new_tokens=5, suppress_tokens=[i for i in range(NUM_ROWS) if i != stop])
+        assert out[0].tolist() == [chat.end_of_text, 65, stop]
 
 
 @pytest.mark.parametrize("change", [{"softcap": 30.0}, {"scale_input": True}])

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -363,3 +364,160 @@ def test_the_digest_knows_order_bytes_and_roles():
     assert len({base, *others}) == 5
     independent = b'1 5 <|e|>1 5 <|p|>0 1 a0 1  {"end_of_text": 0, "pad": 1}'
     assert base == hashlib.sha256(independent).hexdigest()
+
+
+# Other people's
+
+
+GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+PLAIN = GPT2 | {"use_regex": False}
+SMOLLM = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, GPT2]}
+
+
+def foreign(folder: Path, made: Tokenizer, inner: dict | None = None, outer: dict | None = None) -> Path:
+    """A folder of another hand: fewer tokens than a multiple of 64, and what is given in its two files."""
+    content = json.loads((made.folder / "tokenizer.json").read_text())
+    kept = made.vocab_size - len(made.reserved)
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < kept]
+    content |= {"post_processor": None, "pre_tokenizer": GPT2} | (inner or {})
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": END_OF_TEXT} | (outer or {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    return folder
+
+
+def added(content: str, index: int, **changes) -> dict:
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {"id": index, "content": content, **plain, **changes}
+
+
+def model_of(made: Tokenizer, **changes) -> dict:
+    return {"model": json.loads((made.folder / "tokenizer.json").read_text())["model"] | changes}
+
+
+@pytest.fixture(scope="module", params=["gpt2", "smollm", "qwen", "llama3"])
+def other(made, request, tmp_path_factory) -> tuple[Tokenizer, object]:
+    """Ours and Hugging Face's reading of byte-level folders of four families."""
+    from transformers import AutoTokenizer
+
+    size = made.vocab_size - len(made.reserved)
+    tokens = [added(END_OF_TEXT, 0), added(PAD, 1), added("<tool_call>", size, special=False)]
+    llama3 = {"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": tokenizer.PATTERN},
+              "behavior": "Isolated", "invert": False}, PLAIN]}  # fmt: skip
+    inner = {
+        "gpt2": {},
+        "smollm": {"pre_tokenizer": SMOLLM},
+        "qwen": {"normalizer": {"type": "NFC"}, "pre_tokenizer": llama3, "added_tokens": tokens},
+        "llama3": {"pre_tokenizer": llama3, "truncation": {"max_length": 3, "strategy": "LongestFirst", "stride": 0,
+                   "direction": "Right"}, **model_of(made, ignore_merges=True)},
+    }[request.param]  # fmt: skip
+    folder = foreign(tmp_path_factory.mktemp(request.param), made, inner)
+    return load(folder), AutoTokenizer.from_pretrained(folder)
+
+
+@given(anything)
+@settings(max_examples=60, deadline=None)
+def test_other_peoples_ids_are_those_of_hugging_face(other, text):
+    found, theirs = other
+    ids = found.encode(text)
+    assert not set(ids) & set(found.control.values())
+    normal = "qwen" in str(found.folder)
+    assert found.decode(ids) == (unicodedata.normalize("NFC", text) if normal else text)
+    if not any(token in text for token in found.control):
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ids == found.encode_batch([text])[0]
+
+
+def test_a_token_that_is_added_but_not_special_is_control(made, tmp_path):
+    size = made.vocab_size - len(made.reserved)
+    tokens = [added(END_OF_TEXT, 0), added(PAD, 1), added("<tool_call>", size, special=False)]
+    found = load(foreign(tmp_path, made, {"added_tokens": tokens}))
+    assert found.control["<tool_call>"] == size and found.vocab_size == size + 1
+    assert size not in found.encode("a <tool_call> b") and found.decode([size]) == "<tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("outer", "end", "pad"),
+    [
+        ({}, END_OF_TEXT, END_OF_TEXT),
+        ({"bos_token": "<s>", "eos_token": "</s>"}, END_OF_TEXT, END_OF_TEXT),
+        ({"bos_token": {"content": "<s>", "lstrip": False}, "pad_token": {"content": PAD}}, END_OF_TEXT, PAD),
+        ({"pad_token": "</s>"}, END_OF_TEXT, "</s>"),
+        ({"gone": True, "bos_token": "<s>", "eos_token": "</s>"}, "<s>", "<s>"),
+        ({"gone": True, "eos_token": "</s>", "pad_token": PAD}, "</s>", PAD),
+    ],
+)
+def test_roles_of_other_people(made, tmp_path, outer, end, pad):
+    size = made.vocab_size - len(made.reserved)
+    gone = outer.pop("gone", False)
+    tokens = [
+        added("<|start|>" if gone else END_OF_TEXT, 0),
+        added(PAD, 1),
+        added("<s>", size),
+        added("</s>", size + 1),
+    ]
+    vocabulary = dict(model_of(made)["model"]["vocab"])
+    vocabulary["<|start|>" if gone else END_OF_TEXT] = vocabulary.pop(END_OF_TEXT)
+    found = load(foreign(tmp_path, made, {"added_tokens": tokens} | model_of(made, vocab=vocabulary), outer))
+    assert found.decode([found.end_of_text]) == end and found.decode([found.pad]) == pad
+    assert found.unsampled == (() if pad == end else (found.pad,))  # padding that is a stop must be sampled
+    assert set(found.stops).isdisjoint(found.unsampled)
+
+
+def test_the_end_of_turn_as_padding_is_sampled(made, tmp_path):
+    size = made.vocab_size - len(made.reserved)
+    tokens = [added(END_OF_TEXT, 0), added(PAD, 1), added("<|im_start|>", size), added("<|im_end|>", size + 1)]
+    found = load(foreign(tmp_path, made, {"added_tokens": tokens}, {"pad_token": "<|im_end|>"}))
+    assert found.stops == (size + 1, 0) and found.unsampled == ()
+
+
+def test_a_character_without_a_token_is_replaced_and_not_dropped(made, tmp_path):
+    """As SmolLM2's vocabulary, which has no 0x04 and no 0xF1."""
+    model = model_of(made)["model"]
+    vocabulary = dict(model["vocab"])
+    for number, character in enumerate((tokenizer._byte_characters()[0x04], tokenizer._byte_characters()[0xF1])):
+        vocabulary["zq" * (number + 1)] = vocabulary.pop(character)
+    found = load(foreign(tmp_path, made, model_of(made, vocab=vocabulary, unk_token=END_OF_TEXT)))
+    text = "a\x04b\U00040000c\U0007ffff"
+    assert found.decode(found.encode(text)) == "a\ufffdb\ufffdc\ufffd"
+    assert found.encode_batch([text, "sea"]) == [found.encode(text), made.encode("sea")]
+    with pytest.raises(UserError, match="no token for"):
+        train(settings_of(320, folder=str(tmp_path)), data_of({}), tmp_path, print)
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "Lowercase"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}}, "normalizer"),
+        ({"pre_tokenizer": GPT2 | {"add_prefix_space": True}}, "does not come back"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "does not come back"),
+        ({"decoder": None}, "does not come back"),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, "byte-level BPE"),
+        ({"byte_fallback": True}, "byte-level BPE"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"model": {"type": "BPE", "vocab": 3}}, "cannot be understood"),
+        ({"a": "é"}, "0x61"),  # no token for the letter a
+        ({"forge": True}, "could forge"),
+    ],
+)
+def test_a_tokenizer_that_loses_or_forges_is_refused(made, tmp_path, harm, says):
+    harm = dict(harm)
+    if "a" in harm:
+        vocabulary = dict(model_of(made)["model"]["vocab"])
+        vocabulary["zq"] = vocabulary.pop("a")
+        harm = model_of(made, vocab=vocabulary, merges=[])
+    elif "forge" in harm:  # a word that is looked up whole, before merges
+        harm = {"pre_tokenizer": PLAIN} | model_of(made, ignore_merges=True)
+    elif harm.keys() & {"byte_fallback", "dropout"}:
+        harm = model_of(made, **harm)
+    with pytest.raises(UserError, match=says) as caught:
+        load(foreign(tmp_path, made, harm))
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_tokenizer_of_another_table_is_not_trained_on(made, tmp_path):
+    found = load(foreign(tmp_path, made))
+    assert found.vocab_size % 64
+    with pytest.raises(UserError, match=f"{found.vocab_size} tokens, which is no multiple of 64"):
+        train(settings_of(320, folder=str(tmp_path)), data_of({}), tmp_path, print)
