@@ -32,6 +32,7 @@ from stack.config import Hub, Source, TalkSource, UserError
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow
 
     from stack.conversation import Message
 
@@ -288,16 +289,29 @@ def _json_record(line: bytes) -> dict[str, Any] | None:
 def _plain(record: dict[str, Any]) -> dict[str, Any]:
     """The values of arrow as Python's."""
     try:
-        return {name: _without_nulls(value.as_py()) for name, value in record.items()}
+        return {name: _python(value.as_py(), value.type) for name, value in record.items()}
     except UnicodeDecodeError:
         raise BadRow("not UTF-8") from None
+    except (ValueError, RecursionError):
+        raise BadRow("not JSON") from None
 
 
-def _without_nulls(value: Any) -> Any:
-    """A value without the keys that are null: all structs of a column have the keys of each of them."""
+def _python(value: Any, kind: pyarrow.DataType) -> Any:
+    """A value of arrow as it was before all rows of its column were made alike.
+
+    Every struct has the keys of all others, null where they are not its own: these are left out. Where rows are too
+    unlike each other, ``datasets`` stores JSON.
+    """
+    import pyarrow
+
+    if value is None:
+        return None
+    if isinstance(kind, pyarrow.JsonType):
+        return json.loads(value)
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {f.name: _python(value[f.name], f.type) for f in kind if value[f.name] is not None}
+    is_list = isinstance(value, list) and not isinstance(kind, pyarrow.MapType)
+    return [_python(inner, kind.value_type) for inner in value] if is_list else value
 
 
 def _text(record: dict[str, Any], field: str, row: int) -> Document:

@@ -16,7 +16,8 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stack.config import Hub, Source, UserError
+from stack.config import Hub, Source, TalkSource, UserError
+from stack.conversation import canonical
 from stack.data import lines
 from stack.data.corpus import Document, documents, fingerprint, held_out, packs, resolve_files
 
@@ -287,3 +288,163 @@ def test_a_fingerprint_knows_content_and_settings_but_not_the_folder(tmp_path):
     assert fingerprint(Source(hub=Hub(path=str(two), revision="x"))) != hub
     (two / "t.jsonl").write_bytes(json_lines(["c"]))
     assert fingerprint(Source(hub=Hub(path=str(two)))) != hub
+
+
+# ---------------------------------------------------------------- conversations
+
+USER, ANSWER = {"role": "user", "content": "é\u2028?"}, {"role": "assistant", "content": "b"}
+MADE_OF = hashlib.sha256(b"the pretraining document").digest()
+
+
+def calling(name: str, arguments: dict | str) -> dict:
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+    }
+
+
+# Rows that no table can hold as they are: other keys, other types, a null of one's own.
+TALKS = [
+    {"id": 1, "messages": [USER, ANSWER], "document": MADE_OF.hex()},
+    {
+        "id": 2,
+        "messages": [USER, calling("f", {"x": 1, "n": None}), {"role": "tool", "content": "r"}, ANSWER],
+        "document": None,
+    },
+    {"id": 3, "messages": [USER, calling("g", {"y": "s", "z": {"k": [1]}})], "document": MADE_OF.hex().upper()},
+    {"id": 4, "messages": [USER, {**ANSWER, "weight": 1}, USER, {**ANSWER, "weight": 0}]},
+    {"id": 5, "messages": [USER, calling("h", '{"a": 1}')]},
+]
+GOOD = [
+    [USER, ANSWER],
+    [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"x": 1, "n": None}}]},
+        {"role": "tool", "content": "r"},
+        ANSWER,
+    ],
+    [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "g", "arguments": {"y": "s", "z": {"k": [1]}}}]},
+    ],
+    [USER, ANSWER, USER, {**ANSWER, "weight": 0}],
+    [USER, {"role": "assistant", "content": "", "tool_calls": [{"name": "h", "arguments": '{"a": 1}'}]}],
+]
+
+
+def talks(path: Path, rows: list) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_talks(source: TalkSource, **settings) -> list[Document]:
+    return list(documents("own", source, **{"on_bad_row": "error", "bad": Counter(), **settings}))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "hub", "streamed"])
+def test_conversations_are_read_as_written(tmp_path, kind):
+    """A set whose rows differ so much is stored as JSON by `datasets`, whose nulls are the writer's own."""
+    path = talks(tmp_path / "train.jsonl", TALKS)
+    if kind == "gz":
+        path = tmp_path / "train.jsonl.gz"
+        path.write_bytes(gzip.compress((tmp_path / "train.jsonl").read_bytes()))
+    hub = Hub(path=str(tmp_path), streaming=kind == "streamed")
+    source = TalkSource(files=(str(path),)) if kind in ("jsonl", "gz") else TalkSource(hub=hub)
+    for start in (0, 2):
+        found = read_talks(source, start=start)
+        assert [(d.content, d.row) for d in found] == list(zip(GOOD, range(5), strict=True))[start:]
+    found = read_talks(source)
+    assert [d.digest for d in found] == [hashlib.sha256(canonical(messages)).digest() for messages in GOOD]
+    assert [d.key for d in found] == [MADE_OF, found[1].digest, MADE_OF, found[3].digest, found[4].digest]
+    assert [d.num_bytes for d in found] == [len(canonical(messages)) for messages in GOOD]
+
+
+@pytest.mark.parametrize("kind", ["file", "hub"])
+def test_a_table_of_conversations_has_nulls_that_nobody_wrote(tmp_path, kind):
+    rows = [row for row in TALKS if row["id"] != 5]
+    rows[1] = {**rows[1], "messages": [USER, calling("f", {"x": 1}), {"role": "tool", "content": "r"}, ANSWER]}
+    table = pa.Table.from_pylist(rows)
+    assert table["messages"].to_pylist()[0][0]["tool_calls"] is None
+    pq.write_table(table, tmp_path / "train.parquet")
+    source = TalkSource(files=(f"{tmp_path}/*",)) if kind == "file" else TalkSource(hub=Hub(path=str(tmp_path)))
+    found = read_talks(source)
+    expected = [GOOD[0], [USER, {**GOOD[1][1], "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}, *GOOD[1][2:]]]
+    assert [d.content for d in found] == [*expected, *GOOD[2:4]]
+    assert [d.key == MADE_OF for d in found] == [True, False, True, False]
+
+
+def test_a_document_and_its_conversations_are_held_out_together(tmp_path):
+    texts = [f"document {i}" for i in range(300)]
+    (tmp_path / "t.jsonl").write_bytes(json_lines(texts))
+    made = [
+        {"messages": [USER, {**ANSWER, "content": f"{i} {n}"}], "document": hashlib.sha256(text.encode()).hexdigest()}
+        for i, text in enumerate(texts)
+        for n in range(2)
+    ]
+    found = read_talks(TalkSource(files=(str(talks(tmp_path / "c.jsonl", made)),)))
+    out = [held_out(document.key, 0.2, 5) for document in read(tmp_path / "t.jsonl")]
+    assert [held_out(document.key, 0.2, 5) for document in found] == [held for held in out for _ in range(2)]
+    assert 30 < sum(out) < 90 and len({document.digest for document in found}) == 600
+
+
+# CASES, odd conversations, and what else a line may hold: the line and the reason
+ODD = [
+    ({"messages": [USER]}, "no assistant turn"),
+    ({"messages": [USER, {"role": "assistant", "content": None}]}, "content null"),
+    ({"messages": [USER, {"role": "assistant", "content": ""}]}, "empty content"),
+    ({"messages": [USER, {"content": "b"}]}, "role missing"),
+    ({"messages": [USER, {"role": "bot", "content": "b"}]}, "unknown role"),
+    ({"messages": [{"role": "system", "content": "a"}] * 2 + [USER, ANSWER]}, "two system turns"),
+    ({"messages": [ANSWER, USER]}, "assistant first"),
+    ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "lone surrogate"),
+    ({"messages": None}, "null"),
+    ({"text": "a"}, "no messages field"),
+    ([USER, ANSWER], "not an object"),
+    ({"messages": [USER, ANSWER], "document": "12"}, "document is no SHA-256"),
+    ({"messages": [USER, ANSWER], "document": 12}, "not a string"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), ODD, ids=[reason for _, reason in ODD])
+def test_an_odd_conversation_is_counted_or_an_error_with_file_and_line(tmp_path, row, reason):
+    path = talks(tmp_path / "c.jsonl", [TALKS[0], row, TALKS[0]])
+    source, bad = TalkSource(files=(str(path),)), Counter()
+    assert [(d.content, d.row) for d in read_talks(source, on_bad_row="skip", bad=bad)] == [(GOOD[0], 0), (GOOD[0], 2)]
+    assert bad == {reason: 1}
+    with pytest.raises(UserError) as error:
+        read_talks(source)
+    for part in (f"{path}, line 2", reason, "'messages'", "chat.on_bad_row=skip"):
+        assert part in str(error.value)
+
+
+def test_truncated_bytes_in_a_conversation_are_one_bad_row(tmp_path):
+    """Half a character: in a line, and in a table, where the rows around it are read."""
+    line = json.dumps(TALKS[0]).encode()
+    (tmp_path / "c.jsonl").write_bytes(line + b"\n" + line.replace(b'"b"', b'"\xf0\x9f\x99"') + b"\n" + line)
+    table = pa.Table.from_pylist([{"messages": [USER, {**ANSWER, "content": text}]} for text in ("a", "XYZ", "b")])
+    pq.write_table(table, tmp_path / "c.parquet", compression="none", use_dictionary=False, write_statistics=False)
+    content = (tmp_path / "c.parquet").read_bytes()
+    assert content.count(b"XYZ") == 1
+    (tmp_path / "c.parquet").write_bytes(content.replace(b"XYZ", b"\xf0\x9f\x99"))
+    for name in ("c.jsonl", "c.parquet"):
+        bad: Counter[str] = Counter()
+        found = read_talks(TalkSource(files=(f"{tmp_path}/{name}",)), on_bad_row="skip", bad=bad)
+        assert [d.row for d in found] == [0, 2] and bad == {"not UTF-8": 1}
+
+
+def test_messages_of_conversations_name_their_own_flags(tmp_path):
+    talks(tmp_path / "train.jsonl", TALKS[:1])
+    for source, says in (
+        (TalkSource(files=("none.jsonl",)), r"change chat\.files"),
+        (TalkSource(files=(str(tmp_path),)), r"chat\.files=\["),
+        (TalkSource(hub=Hub(path=str(tmp_path)), text="talk"), r"no field 'talk'; there are .*chat\.text="),
+    ):
+        with pytest.raises(UserError, match=says):
+            read_talks(source)
+
+
+def test_a_share_of_its_own_is_in_the_fingerprint(tmp_path):
+    (tmp_path / "t.jsonl").write_bytes(json_lines(["a"]))
+    plain, own = (fingerprint(Source(files=(f"{tmp_path}/t.jsonl",), validation=share)) for share in (None, 0.5))
+    assert own == plain | {"validation": 0.5} and "validation" not in plain
