@@ -1,6 +1,9 @@
 """Every target once an epoch, nothing across a border, and a batch that depends on its step alone."""
 
 from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+from math import floor
 
 import numpy as np
 import pytest
@@ -9,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stack.config import UserError
-from stack.data.batches import IGNORED, Batches, in_order, plan_windows
+from stack.data.batches import IGNORED, Batches, Mixed, in_order
 from stack.data.packing import Split
+from stack.data.placement import plan_windows
 
 PAD = 1
 SEPARATOR = 0
@@ -191,3 +195,140 @@ def test_nothing_to_learn_from():
     with pytest.raises(UserError, match="0 windows, at least 1"):
         batches_of(split_of(), window=4)
     assert in_order(split_of(), window=4, pad_id=PAD).num_windows == 0
+
+
+# ---------------------------------------------------------------- what is learnt, and of which source
+
+TURN_END = 7
+
+
+def talk_of(*shards: list[list[int]]) -> Split:
+    """A split whose documents have these masks, one number a token; the tokens are as in `split_of`."""
+    split = split_of(*([len(mask) for mask in masks] for masks in shards))
+    streams = [[x for mask in masks for x in (0, *mask)] + [0] for masks in shards]
+    masks = tuple(np.array(stream, dtype=np.uint8) for stream in streams)
+    return replace(split, _masks=masks, num_supervised=sum(map(sum, streams)))
+
+
+masks = st.lists(st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=8), min_size=1, max_size=3)
+
+
+@given(masks, windows, seeds)
+@settings(max_examples=100, deadline=None)
+def test_only_what_is_supervised_is_a_target(documents, window, seed):
+    split = talk_of(*documents)
+    batches = batches_of(split, window, seed=seed)
+    numbers = np.arange(batches.num_windows)
+    batch, whole = batches.batch(numbers), batches_of(replace(split, _masks=()), window, seed=seed).batch(numbers)
+    learnt = Counter(batch.targets[batch.targets != IGNORED].tolist())
+    expected = Counter()
+    for stream, mask in zip(split._shards, split._masks, strict=True):
+        expected.update(stream[mask == 1].tolist())
+    assert learnt == expected and batch.num_targets == split.num_targets == batches.num_targets
+    assert torch.equal(batch.ids, whole.ids) and batch.lengths == whole.lengths
+    assert torch.equal(batch.targets[batch.targets != IGNORED], whole.targets[batch.targets != IGNORED])
+
+
+def test_stop():
+    """CASES, stop: rows of 5 and 9 tokens, pad id equal to the end of text: padding and the closing end of text hide
+    no end of turn and add none."""
+    rows = [[5, 20, 21, 22, TURN_END], [5, 20, 21, TURN_END, 6, 5, 23, 24, TURN_END]]
+    learnt = [[0, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0, 0, 1, 1]]
+    ids = [i for row in rows for i in (SEPARATOR, *row)] + [SEPARATOR]
+    mask = [i for row in learnt for i in (0, *row)] + [0]
+    arrays = [(np.array(ids, dtype=np.uint16),), np.array([0]), (np.array(mask, dtype=np.uint8),), sum(mask)]
+    split = Split("train", np.array([6, 10]), np.array([0, 6]), 0, *arrays)
+    for window in (6, 7, 10, 12, 16, 20):
+        batches = Batches(split, window=window, global_batch=2, seed=0, pad_id=SEPARATOR)
+        batch = batches.batch(np.arange(batches.num_windows))
+        assert (batch.targets == TURN_END).sum() == 3
+        assert (batch.targets == SEPARATOR).sum() == 0
+        assert batch.num_targets == 6
+
+
+@given(shards, windows, seeds)
+@settings(max_examples=100, deadline=None)
+def test_every_segment_names_its_document(documents, window, seed):
+    split = replace(
+        split_of(*documents), sources=("a", "b"), _source_of_shard=tuple(n % 2 for n in range(len(documents)))
+    )
+    assert split.source_of.tolist() == [n % 2 for n, shard in enumerate(documents) for _ in shard]
+    batches = batches_of(split, window, seed=seed)
+    batch = batches.batch(np.arange(batches.num_windows))
+    of_id = np.repeat(np.arange(split.num_documents), split.lengths - 1).tolist()  # tokens are 10, 11 and so on
+    for row, (lengths, found) in enumerate(zip(batch.lengths, batch.documents, strict=True)):
+        begin = 0
+        for length, document in zip(lengths, found, strict=True):
+            ids = batch.ids[row, begin : begin + length].tolist()
+            assert {of_id[i - 10] for i in ids if i != SEPARATOR} <= {document}
+            begin += length
+    inputs = Counter()
+    for lengths, found in zip(batch.lengths, batch.documents, strict=True):
+        for length, document in zip(lengths, found, strict=True):
+            inputs[document] += length
+    assert inputs == Counter(dict(enumerate(split.lengths.tolist())))
+    assert split_of(*documents).source_of.tolist() == [0] * split.num_documents
+
+
+# ---------------------------------------------------------------- replay
+
+shares = st.fractions(0, Fraction(9, 10), max_denominator=20).map(float)
+
+
+def mixed_of(own: Split, other: Split, window: int, share: float, global_batch: int, end: int | None = None) -> Mixed:
+    return Mixed(batches_of(own, window, global_batch, end=end), batches_of(other, window, global_batch, seed=1), share)
+
+
+@given(shards, shards, windows, shares, st.integers(1, 9), st.none() | st.integers(1, 60))
+@settings(max_examples=100, deadline=None)
+def test_replay_is_an_exact_share_of_both_orders(own, other, window, share, global_batch, end):
+    mixed = mixed_of(split_of(*own), split_of(*other), window, share, global_batch, end)
+    exact, taken, replayed = Fraction(str(share)), 0, 0
+    got: list[list[int]] = [[], []]
+    for step in range(12):
+        numbers = mixed.windows_of(step)
+        assert np.array_equal(
+            mixed_of(split_of(*own), split_of(*other), window, share, global_batch, end).windows_of(step), numbers
+        )
+        taken += len(numbers)
+        now = int((numbers >= mixed.first.num_windows).sum())
+        replayed += now
+        assert replayed == floor(taken * exact)
+        assert now in (floor(len(numbers) * exact), floor(len(numbers) * exact) + 1)
+        got[0] += numbers[numbers < mixed.first.num_windows].tolist()
+        got[1] += (numbers[numbers >= mixed.first.num_windows] - mixed.first.num_windows).tolist()
+        assert len(numbers) == global_batch or taken == mixed.end
+    assert got[0] == mixed.first.stretch(0, len(got[0])).tolist()
+    assert got[1] == mixed.replayed.stretch(0, len(got[1])).tolist()
+    if end is not None and taken == mixed.end:
+        assert len(got[0]) == end, "the whole ends with the last window of the first"
+
+
+@given(masks, shards, windows, st.data())
+@settings(max_examples=100, deadline=None)
+def test_mixed_rows_are_the_rows_of_the_two(own, other, window, data):
+    mixed = mixed_of(talk_of(*own), split_of(*other), window, 0.5, 4)
+    count = mixed.first.num_windows
+    numbers = data.draw(st.lists(st.integers(0, count + mixed.replayed.num_windows - 1), max_size=8))
+    batch = mixed.batch(numbers)
+    assert batch.ids.shape == (len(numbers), window)
+    for row, number in enumerate(numbers):
+        one = mixed.first.batch([number]) if number < count else mixed.replayed.batch([number - count])
+        for name in ("ids", "targets", "positions"):
+            assert torch.equal(getattr(batch, name)[row], getattr(one, name)[0])
+            assert getattr(batch, name).dtype == torch.int64
+        assert batch.lengths[row] == one.lengths[0]
+        behind = 0 if number < count else mixed.first.split.num_documents
+        assert batch.documents[row] == tuple(behind + document for document in one.documents[0])
+    assert torch.equal(mixed.padding().ids, mixed.first.padding().ids)
+
+
+def test_a_tenth_is_a_tenth():
+    """Ten steps of one window at 0.1: one is replayed; 0.29 of 100 windows are 29, though 0.29 * 100 is less."""
+    own, other = split_of([2] * 50), split_of([2] * 7)
+    steps = [mixed_of(own, other, 3, 0.1, 1).windows_of(step) for step in range(10)]
+    assert [int(numbers[0] >= 50) for numbers in steps] == [0] * 9 + [1]
+    assert (mixed_of(own, other, 3, 0.29, 100).windows_of(0) >= 50).sum() == 29
+    mixed = mixed_of(own, other, 3, 0.2, 5)
+    assert mixed.num_windows == 62 and mixed.num_targets == 50 * 3 + 12 * 3
+    assert (mixed.batch([50]).ids == mixed.batch([57]).ids).all()
