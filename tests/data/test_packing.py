@@ -14,11 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import talk
 
-from stack import config
+from stack import config, conversation
 from stack import tokenizer as tokenizers
 from stack.config import UserError
 from stack.data import corpus, encoding, packing
+from stack.data.batches import Batches
 
 ROOT = Path(packing.__file__).resolve().parents[2]
 WORDS = ["the", "sea", "a", "house", "was", "old", "and", "near", "we", "went", "there", "by", "night", "\n", "1984"]
@@ -72,8 +74,8 @@ def tree(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-def changed(data: config.Data, **values) -> config.Data:
-    return config.Data(**{**vars(data), **values})
+def changed(data, **values):
+    return type(data)(**{**vars(data), **values})
 
 
 def expected_texts(data: config.Data, split: str) -> list[str]:
@@ -324,6 +326,7 @@ class Wide:
 
     def __init__(self, rows: int):
         self.vocab_size, self.digest, self.end_of_text, self.pad = rows, f"{rows:064x}", 0, 1
+        self.control = {"<|im_start|>": 65_536, "<|im_end|>": 65_537}
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [[ord(character) for character in text] for text in texts]
@@ -419,3 +422,262 @@ def test_the_validation_text_has_one_name(packed, made, tmp_path):
     other = packing.pack(data, Wide(150_000), tmp_path, lambda line: None)
     assert other.manifest["validation_digest"] == packed.manifest["validation_digest"]
     assert other.manifest["splits"]["train"]["texts"] != packed.manifest["splits"]["train"]["texts"]
+
+
+# ---------------------------------------------------------------- conversations
+
+WINDOW = 100
+
+
+def conversations_of(count: int, seed: int) -> list[dict]:
+    """Records of one to four exchanges, with tool calls, turns of weight 0, and every ninth a bad one."""
+    draw, found = random.Random(seed), []
+    for number in range(count):
+        messages = [{"role": "system", "content": "the sea"}] if draw.random() < 0.3 else []
+        for turn in range(draw.randrange(1, 5)):
+            messages.append(
+                {"role": "user", "content": f"{number} {' '.join(draw.choices(WORDS, k=draw.randrange(1, 9)))}"}
+            )
+            if draw.random() < 0.2:
+                call = {"name": "look", "arguments": {"<|im_end|>": number}}
+                messages += [
+                    {"role": "assistant", "content": None, "tool_calls": [call]},
+                    {"role": "tool", "content": "seen"},
+                ]
+            weight = {"weight": 0} if turn and draw.random() < 0.3 else {}
+            messages.append(
+                {"role": "assistant", "content": " ".join(draw.choices(WORDS, k=draw.randrange(1, 9)))} | weight
+            )
+        found.append({"messages": [m for m in messages if number % 9 != 4 or m["role"] == "user"]})
+    return found
+
+
+def chat_of(sources: dict[str, config.TalkSource], **changed) -> config.Conversations:
+    hub = config.HubFlags(path=None, name=None, split="train", revision=None, streaming=True)
+    given = {
+        "name": "talk",
+        "files": (),
+        "hub": hub,
+        "text": "messages",
+        "on_bad_row": "skip",
+        "validation": 0.2,
+        "seed": 3,
+    }
+    given |= {"workers": 1, "shard_mb": 0.01, "packed": None, "too_long": "cut"}
+    return config.Conversations(sources=sources, **{**given, **changed})
+
+
+def write_talks(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def talked(tmp_path_factory):
+    """Two sources of conversations, one of weight 1.5, and a tokenizer with chat tokens."""
+    folder = tmp_path_factory.mktemp("talked")
+    sources = {
+        "one": config.TalkSource(files=(write_talks(folder / "one.jsonl", conversations_of(150, 1)),), weight=1.5),
+        "two": config.TalkSource(files=(write_talks(folder / "two.jsonl", conversations_of(90, 2)),), validation=0.4),
+    }
+    return chat_of(sources), talk.tokenizer_in(folder)
+
+
+@pytest.fixture(scope="module")
+def packed_talk(talked, tmp_path_factory):
+    shown: list[str] = []
+    result = packing.pack(*talked, tmp_path_factory.mktemp("packed"), shown.append, window=WINDOW)
+    return result, shown
+
+
+def expected_talk(data: config.Conversations, words, split: str, window: int = WINDOW) -> list[tuple[str, list, list]]:
+    """Source, ids and mask of every conversation of a split, in order, each made by itself."""
+    found = []
+    for name, source in sorted(data.sources.items()):
+        for document in corpus.documents(name, source, on_bad_row="skip", bad=Counter()):
+            held_out = corpus.held_out(document.key, source.validation or data.validation, data.seed)
+            copies = 1 if held_out else corpus.packs(document.digest, source.weight, data.seed)
+            ids, supervised = conversation.encode(words, document.content)
+            kept = conversation.fit(supervised, window)
+            if kept and held_out == (split == "validation") and (data.too_long == "cut" or len(ids) <= window):
+                found += [(name, ids[:kept], [int(yes) for yes in supervised[:kept]])] * copies
+    return found
+
+
+@pytest.mark.parametrize("name", packing.SPLITS)
+def test_a_split_is_its_conversations(talked, packed_talk, name):
+    """Law 9 on disk: ids and mask, whole or cut after an answer, and the source of each."""
+    words, split, expected = talked[1], packed_talk[0].split(name), expected_talk(*talked, name)
+    assert split.num_documents == len(expected) > 30
+    assert split.sources == ("one", "two")
+    for number, (source, ids, mask) in enumerate(expected):
+        start, length = int(split.starts[number]), int(split.lengths[number])
+        assert split.ids(start, length + 1).tolist() == [*ids, words.end_of_text]
+        assert split.supervised(start, length + 1).tolist() == [*mask, 0]
+        assert split.sources[split.source_of[number]] == source
+        assert length <= WINDOW and sum(mask) > 0
+    assert split.num_targets == sum(sum(mask) for _, _, mask in expected)
+    batches = Batches(split, window=WINDOW, global_batch=2, seed=0, pad_id=words.end_of_text)
+    batch = batches.batch(range(batches.num_windows))
+    assert batch.num_targets == split.num_targets
+    turns = sum(sum(mask[i] and ids[i] == words.end_of_turn for i in range(len(ids))) for _, ids, mask in expected)
+    assert int((batch.targets == words.end_of_turn).sum()) == turns > len(expected)
+
+
+def test_every_conversation_is_counted(talked, packed_talk):
+    data, words = talked
+    manifest = packed_talk[0].manifest
+    cut = dropped = 0
+    for name, source in data.sources.items():
+        bad: Counter[str] = Counter()
+        lengths = {"cut": 0, "too_long": 0}
+        good = list(corpus.documents(name, source, on_bad_row="skip", bad=bad))
+        for document in good:
+            if corpus.held_out(document.key, data.share_of(source), data.seed) or corpus.packs(
+                document.digest, source.weight, data.seed
+            ):
+                _, supervised = conversation.encode(words, document.content)
+                if len(supervised) > WINDOW:
+                    lengths["too_long" if conversation.fit(supervised, WINDOW) is None else "cut"] += 1
+        found = manifest["sources"][name]
+        skipped = found["skipped"]
+        assert skipped["bad_rows"] == bad and bad["no assistant turn"] > 2
+        assert {key: skipped[key] for key in lengths} == lengths and min(lengths.values()) > 0
+        once = sum(found[split]["documents"] for split in packing.SPLITS) - skipped["repeats"]
+        assert once + skipped["omissions"] + skipped["too_long"] == len(good)
+        cut, dropped = cut + lengths["cut"], dropped + lengths["too_long"]
+    for split in packing.SPLITS:
+        assert manifest["splits"][split]["supervised"] == packed_talk[0].split(split).num_targets
+    share = Batches(packed_talk[0].split("train"), window=WINDOW, global_batch=1, seed=0, pad_id=1).padding_share
+    line = packed_talk[1][-1]
+    assert f"{share:.1%} padding at window {WINDOW}; {cut} cut, {dropped} too long, " in line and " learnt" in line
+
+
+def test_the_mask_is_on_disk_and_in_the_manifest(packed_talk, tmp_path):
+    packed, _ = packed_talk
+    assert {path.name for path in packed.folder.iterdir()} == {*packed.manifest["files"], "manifest.json"}
+    for shard in packed.manifest["shards"]:
+        mask = np.fromfile(packed.folder / f"{shard['name']}.mask.bin", dtype=np.uint8)
+        assert len(mask) == shard["ids"] and int(mask.sum()) == shard["supervised"] > 0
+        assert (
+            packed.manifest["files"][f"{shard['name']}.mask.bin"]["sha256"]
+            == hashlib.sha256(mask.tobytes()).hexdigest()
+        )
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    for path in packed.folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    os.truncate(folder / "train-00001.mask.bin", 7)
+    with pytest.raises(UserError, match=r"train-00001\.mask\.bin has 7 bytes"):
+        packing.open_packed(folder)
+
+
+def test_conversations_by_any_number_of_workers_and_after_any_death(talked, packed_talk, tmp_path, monkeypatch):
+    data, words = talked
+    two = packing.pack(changed(data, workers=2), words, tmp_path / "two", lambda line: None, window=WINDOW)
+    assert tree(two.folder) == tree(packed_talk[0].folder)
+    write_atomically, deaths = packing._write_atomically, 0
+
+    def dies(path: Path, content: bytes) -> None:
+        write_atomically(path, content)
+        raise Killed
+
+    monkeypatch.setattr(packing, "_write_atomically", dies)
+    while deaths < 100:
+        try:
+            packing.pack(data, words, tmp_path / "killed", lambda line: None, window=WINDOW)
+        except Killed:
+            deaths += 1
+        else:
+            break
+    monkeypatch.undo()
+    result = packing.pack(data, words, tmp_path / "killed", lambda line: None, window=WINDOW)
+    assert deaths > 5 and tree(result.folder) == tree(packed_talk[0].folder)
+
+
+def test_window_length_rule_and_template_make_another_folder(talked, packed_talk, tmp_path, monkeypatch):
+    data, words = talked
+    dropping = packing.pack(changed(data, too_long="drop"), words, tmp_path, lambda line: None, window=WINDOW)
+    for name in packing.SPLITS:
+        split, expected = dropping.split(name), expected_talk(changed(data, too_long="drop"), words, name)
+        assert split.lengths.tolist() == [len(ids) for _, ids, _ in expected]
+    assert all(
+        source["skipped"]["cut"] == 0 < source["skipped"]["too_long"]
+        for source in dropping.manifest["sources"].values()
+    )
+    wide = packing.pack(data, words, tmp_path, lambda line: None, window=2000)
+    assert all(
+        source["skipped"]["cut"] == source["skipped"]["too_long"] == 0 for source in wide.manifest["sources"].values()
+    )
+    monkeypatch.setattr(conversation, "TEMPLATE", conversation.TEMPLATE + " ")
+    other = packing.pack(data, words, tmp_path, lambda line: None, window=WINDOW)
+    assert len({p.folder.name for p in (packed_talk[0], dropping, wide, other)}) == 4
+    with pytest.raises(AssertionError, match="have a window"):
+        packing.pack(data, words, tmp_path, lambda line: None)
+
+
+@pytest.mark.parametrize("too_long", ["cut", "drop"])
+def test_thirteen_tokens_at_window_ten(talked, tmp_path, too_long):
+    """CASES, long items: it ends after the last answer that fits, or is dropped and counted."""
+    words = talked[1]
+    exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert [len(conversation.encode(words, exchange * n)[0]) for n in (1, 2)] == [13, 25]
+
+    def packed_at(window: int, rows: int) -> packing.Packed:
+        texts = [[{"role": "user", "content": chr(65 + n)}, exchange[1]] for n in range(26)]
+        made = [{"messages": text} for text in texts] + [{"messages": [*text, *exchange]} for text in texts[:rows]]
+        source = config.TalkSource(files=(write_talks(tmp_path / "c.jsonl", made),))
+        data = chat_of({"c": source}, too_long=too_long)
+        return packing.pack(data, words, tmp_path, lambda line: None, window=window)
+
+    with pytest.raises(UserError, match=r'"cut": 0.*"too_long": 26'):  # its only answer ends after 12
+        packed_at(10, 0)
+    if too_long == "drop":
+        with pytest.raises(UserError, match='"too_long": 26'):
+            packed_at(12, 0)
+    else:
+        cut = packed_at(12, 0)
+        assert cut.manifest["sources"]["c"]["skipped"]["cut"] == 26
+        assert {length for name in packing.SPLITS for length in cut.split(name).lengths} == {12}
+    skipped = packed_at(20, 9).manifest["sources"]["c"]["skipped"]
+    assert (skipped["cut"], skipped["too_long"]) == ((9, 0) if too_long == "cut" else (0, 9))
+
+
+def test_big_chat_ids(tmp_path):
+    """CASES, big ids: a vocabulary of 65,530 plus 10 chat tokens; 65,536 never becomes 0."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"{chr(65_529)}{n}"}, {"role": "assistant", "content": "b"}]}
+        for n in range(30)
+    ]
+    data = chat_of({"big": config.TalkSource(files=(write_talks(tmp_path / "c.jsonl", rows),))})
+    words = Wide(65_540)
+    result = packing.pack(data, words, tmp_path, lambda line: None, window=WINDOW)
+    assert result.manifest["dtype"] == "uint32"
+    counts = result.counts()
+    assert counts[65_536] == counts[65_537] == 2 * result.split("train").num_documents
+    assert counts[0] == result.split("train").num_documents + result.manifest["splits"]["train"]["shards"]
+    with pytest.raises(OverflowError):
+        packing.pack(data, Wide(65_536), tmp_path, lambda line: None, window=WINDOW)
+
+
+def test_short_split_of_conversations(talked, tmp_path):
+    """Too long ones alone, or bad ones alone, are no split; the message counts them and names chat's own flags."""
+    long = [{"messages": [{"role": "user", "content": "the sea " * 99}, {"role": "assistant", "content": "b"}]}] * 9
+    data = chat_of({"long": config.TalkSource(files=(write_talks(tmp_path / "c.jsonl", long),))})
+    with pytest.raises(UserError, match=r'"too_long": 9.*chat\.validation=0\.2'):
+        packing.pack(data, talked[1], tmp_path, lambda line: None, window=WINDOW)
+
+
+def test_another_tokenizer_is_refused(made, packed, talked):
+    packing.open_packed(packed.folder, made[1])
+    with pytest.raises(UserError) as error:
+        packing.open_packed(packed.folder, talked[1])
+    for part in (
+        str(packed.folder),
+        packed.vocabulary_digest,
+        talked[1].digest,
+        "384 rows",
+        "has 320",
+        "tokenizer.folder=",
+    ):
+        assert part in str(error.value)
