@@ -15,6 +15,7 @@ import json
 import lzma
 import math
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -57,6 +58,7 @@ def main(run: Path) -> int:
     checkpoint.load_weights_into(own, checkpoint.load(folder).weights)
     prompts = saved["sample"]["prompts"]
     difference, equal = compare(own, model, words, text[:3], prompts)
+    print(against(difference, equal, len(prompts)), flush=True)
     result = {
         "model": key,
         "logits": difference,
@@ -99,8 +101,11 @@ def total_nats(model: torch.nn.Module, windows: Windows) -> float:
         ids, targets = (x[0, :used].split(batch.lengths[0]) for x in (batch.ids, batch.targets))
         pieces += zip(ids, targets, strict=True)
     pieces.sort(key=lambda piece: len(piece[0]))
-    nats = 0.0
+    nats, shown = 0.0, time.monotonic()
     for start in range(0, len(pieces), 16):
+        if time.monotonic() - shown > 10:
+            shown = time.monotonic()
+            print(f"  validation by transformers: piece {start:,} of {len(pieces):,}", flush=True)
         some = pieces[start : start + 16]
         # Padding stands on the right, where a causal model does not look back from.
         ids = torch.nn.utils.rnn.pad_sequence([i for i, _ in some], batch_first=True)
@@ -108,6 +113,14 @@ def total_nats(model: torch.nn.Module, windows: Windows) -> float:
         logits = model(ids).logits.flatten(0, 1)
         nats += torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum").item()
     return nats
+
+
+def against(difference: float, equal: int, prompts: int) -> str:
+    """What the comparison with transformers found."""
+    return (
+        f"against transformers: logits differ by at most {difference:.1e}, "
+        f"{equal} of {prompts} greedy answers of 64 tokens are equal"
+    )
 
 
 def report(run: Path, folder: Path, manifest: dict, result: dict) -> int:
@@ -119,8 +132,7 @@ def report(run: Path, folder: Path, manifest: dict, result: dict) -> int:
     verdict = "equal" if same else "DIFFERENT"
     print(f"  by transformers       {result['transformers']:.4f}  ({verdict} to {TOLERANCE})")
     print(f"  xz -9, for comparison {result['xz']:.4f}")
-    print(f"against transformers: logits differ by at most {result['logits']:.1e}, ", end="")
-    print(f"{result['greedy']} of {result['prompts']} greedy answers of 64 tokens are equal")
+    print(against(result["logits"], result["greedy"], result["prompts"]))
     print("\nwhere everything lies")
     print(f"  model     {folder}  (any Hugging Face tool opens it)")
     print(f"  metrics   {run}/metrics.jsonl, settings {run}/config.yaml")

@@ -60,7 +60,7 @@ SETTINGS = (
 )
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes: threads cost more than they bring at this size
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["stack.train", "torch._dynamo"])  # the optimizers import the latter
+SERVER.set_forkserver_preload(["stack.train", "stack.sft", "torch._dynamo"])  # the optimizers import the latter
 
 
 def corpus(path: Path, *, documents: int = 40, seed: int = 0) -> Path:
@@ -157,6 +157,56 @@ def command(arguments: list[str], module: str = "stack.train") -> None:
 def train(root: Path, *more: str, env: Mapping[str, str] | None = None, log: str = "log") -> Job:
     """Starts the command of :func:`settings`."""
     return Job(command, settings(root, *more), log=root / log, env=env)
+
+
+CHAT = (
+    "name=talk",
+    "device=cpu",
+    "compile=off",
+    "chat=none",
+    "chat.validation=0.3",
+    "chat.workers=1",
+    "train.window=48",
+    "train.global_batch=3",
+    "train.micro_batch=1",
+    "train.steps=12",
+    "checkpoint.every=4",
+    "evaluate.every=6",
+    "sample.prompts=[say the cat]",
+    "sample.tokens=4",
+    "sft.answers=3",
+    "sft.answer_tokens=6",
+)
+
+
+def conversations(path: Path, *, count: int = 40, seed: int = 0) -> Path:
+    """Writes conversations of one or two turns; the answer is a word of the question."""
+    draw = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(count):
+            messages = []
+            for word in draw.sample(WORDS, draw.randint(1, 2)):
+                messages += [
+                    {"role": "user", "content": f"say the {word}"},
+                    {"role": "assistant", "content": word},
+                ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def sft_settings(root: Path, *more: str) -> list[str]:
+    """The command line of a small fine-tuning of ``root/runs/tiny``; ``more`` overrides."""
+    text = root / "talk.jsonl"
+    if not text.exists():
+        conversations(text)
+    own = [*CHAT, f"base={root}/runs/tiny", f"chat.files=[{text}]", f"data_dir={root}/data", f"runs_dir={root}/runs"]
+    new = [argument.split("=", 1)[0] for argument in more]
+    return [argument for argument in own if argument.split("=", 1)[0] not in new] + list(more)
+
+
+def sft(root: Path, *more: str, env: Mapping[str, str] | None = None, log: str = "log") -> Job:
+    """Starts the command of :func:`sft_settings`."""
+    return Job(command, sft_settings(root, *more), "stack.sft", log=root / log, env=env)
 
 
 def ranks_of(count: int) -> list[dict[str, str]]:
