@@ -81,11 +81,12 @@ def stages(config: FineTune, base: Base, here: Ranks, display: Display) -> tuple
 def show(packed: Packed, words: Tokenizer, count: int) -> None:
     """Prints the first ``count`` packed conversations with what is supervised coloured."""
     found, console = packed.split("train"), Console(highlight=False, soft_wrap=True)
+    marks = console.no_color or console.color_system is None  # what colour cannot say
     for number in range(min(count, found.num_documents)):
         start, length = int(found.starts[number]), int(found.lengths[number])
         ids, supervised = found.ids(start, length), found.supervised(start, length)
         console.rule(f"conversation {number} of {found.num_documents:,}: {supervised.sum()} of {length} supervised")
-        console.print(conversation.coloured(words, ids.tolist(), supervised.tolist()))
+        console.print(conversation.coloured(words, ids.tolist(), supervised.tolist(), marks=marks))
 
 
 def graft(config: FineTune, base: Base, words: Tokenizer, growth: Growth, packed: Packed, display: Display) -> None:
