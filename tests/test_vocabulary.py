@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -194,13 +195,20 @@ def test_a_folder_is_reused_and_everything_that_makes_it_makes_another(tmp_path,
     stamps = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")}
     assert grow(words, tmp_path) == (first, growth)
     assert stamps == {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")}
+    other = tmp_path / "pattern"  # the same vocabulary, which cuts text in another way
+    shutil.copytree(words.folder, other)
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = content["pre_tokenizer"]["pretokenizers"][1] | {"use_regex": True}
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    assert tokenizer.load(other).digest == words.digest
     others = [
+        grow(tokenizer.load(other), tmp_path)[0],
         grow(words, tmp_path, CHAT[:2])[0],
         grow(words, tmp_path, rows=384)[0],
         grow(bases["4"], tmp_path)[0],
         grow_tokenizer(words, 320, CHAT, TEMPLATE + " ", tmp_path)[0],
     ]
-    assert len({first.folder, *(other.folder for other in others)}) == 5
+    assert len({first.folder, *(made.folder for made in others)}) == 6
     (first.folder / "manifest.json").unlink()  # what a kill left
     (first.folder / "tokenizer.json").write_text("{")
     assert grow(words, tmp_path) == (first, growth)
