@@ -106,7 +106,7 @@ class Source:
     text: str = "text"  # the field that holds the text
     weight: NotNegative = 1.0  # a document is packed floor(weight) times, plus once more by a seeded coin
     max_mb: Positive | None = None  # stop reading after this much text (MB of UTF-8)
-    validation: Annotated[float, Field(gt=0, lt=1)] | None = None  # share that is held out, in the place of the group's
+    validation: Annotated[float, Field(gt=0, lt=1)] | None = None  # held out, in the place of the group's share
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -150,6 +150,10 @@ class Data:
     def share_of(self, source: Source) -> float:
         """The share of a source's documents that is held out."""
         return self.validation if source.validation is None else source.validation
+
+    def measured_share_of(self, source: Source) -> float:
+        """The share whose loss is measured; of a source that holds out more than the group, the rest is only asked."""
+        return min(self.share_of(source), self.validation)
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -333,6 +337,7 @@ class Chat:
     seed: int
     device: Literal["auto", "cpu", "cuda", "mps"]
     precision: Literal["auto", "float32", "bf16"]
+    runs_dir: str  # where a run is looked for by its name
 
 
 Schema = TypeVar("Schema", Config, FineTune, Chat)
@@ -494,6 +499,8 @@ def entry(
     def main() -> None:
         nonlocal code
         given = [(argument, *argument.partition("=")[::2]) for argument in sys.argv[1:]]
+        code = None
+        texts.clear()  # of an earlier call
         texts.update({key: value for argument, key, value in given if key in raw and "=" in argument})
         sys.argv[1:] = [_left_to_us(argument) for argument, key, _ in given if key not in texts]
         try:

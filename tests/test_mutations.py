@@ -33,6 +33,7 @@ TRAINER, BATCHES, LOSS = "tests/test_trainer.py", "tests/data/test_batches.py", 
 DECODER, ATTENTION = "tests/model/test_transformer.py", "tests/model/test_attention.py"
 TOKENIZER, RUN = "tests/test_tokenizer.py", "tests/test_run_folder.py"
 CHECKPOINT, EVALUATE = "tests/test_checkpoint.py", "tests/test_evaluate.py"
+VOCABULARY, CONVERSATION = "tests/test_vocabulary.py", "tests/test_conversation.py"
 
 MUTANTS = [
     Mutant(
@@ -166,6 +167,80 @@ MUTANTS = [
         "x = product.to(wide)",
         "x = product.clone()",
         (LOSS,),
+    ),
+    Mutant(
+        "6", "reset the step", "stack/vocabulary.py",
+        "    slots = {key: value for",
+        "    moments = moments | {k: v * 0 for k, v in moments.items() if k.startswith('step')}\n"
+        "    slots = {key: value for",
+        (VOCABULARY,),
+    ),
+    Mutant(
+        "6", "re-initialize an old row", "stack/vocabulary.py",
+        "new[list(growth.initialized)] = value",
+        "new[[*growth.initialized, 7]] = value",
+        (VOCABULARY,),
+    ),
+    Mutant(
+        "6", "average reserved rows too", "stack/vocabulary.py",
+        "if index not in dead)",
+        "if True)",
+        (VOCABULARY,),
+    ),
+    Mutant(
+        "6", "moments of new rows at the mean", "stack/vocabulary.py",
+        "zero = torch.zeros((), dtype=table.dtype)",
+        "zero = mean",
+        (VOCABULARY,),
+    ),
+    Mutant(
+        "6", "fewer rows than the base", "stack/vocabulary.py",
+        "-(-max(num_rows, words.vocab_size + len(added))",
+        "-(-max(0, words.vocab_size + len(added))",
+        (VOCABULARY,),
+    ),
+    Mutant(
+        "7", "encode content with specials on", "stack/conversation.py",
+        "            ids += own\n",
+        "            own = [tokenizer.control[piece.text]] if piece.text in tokenizer.control else own\n"
+        "            ids += own\n",
+        (CONVERSATION,),
+    ),
+    Mutant(
+        "7", "a control token that text can spell", "stack/tokenizer.py",
+        'token | {"special": True}',
+        "token",
+        (TOKENIZER,),
+    ),
+    Mutant(
+        "9", "shift the mask by one", "stack/data/batches.py",
+        "split.supervised(start + 1, length)",
+        "split.supervised(start, length)",
+        (BATCHES,),
+    ),
+    Mutant(
+        "9", "drop end-of-turn", "stack/conversation.py",
+        "Segment(END_OF_TURN, True, learnt)",
+        "Segment(END_OF_TURN, True, False)",
+        (CONVERSATION,),
+    ),
+    Mutant(
+        "9", "merge a border", "stack/conversation.py",
+        "texts = iter(tokenizer.encode_batch([piece.text for some in pieces for piece in some if not piece.control]))",
+        'texts = iter([tokenizer.encode("\\n" + p.text)[1:] for some in pieces for p in some if not p.control])',
+        (CONVERSATION,),
+    ),
+    Mutant(
+        "9", "learn a turn of weight 0", "stack/conversation.py",
+        ' and message.get("weight", 1) == 1',
+        "",
+        (CONVERSATION,),
+    ),
+    Mutant(
+        "-", "the first stop alone", "stack/checkpoint.py",
+        "return stops if len(stops) > 1 else stops[0]",
+        "return stops[0]",
+        (CHECKPOINT,),
     ),
     Mutant(
         "-", "believe a damaged checkpoint", "stack/checkpoint.py",

@@ -381,7 +381,10 @@ def _items(name: str, source: config.Source, data: config.Data, start: int) -> I
 
     for document in corpus.documents(name, source, on_bad_row=data.on_bad_row, start=start, bad=bad):
         held_out = corpus.held_out(document.key, data.share_of(source), data.seed)
-        copies = 1 if held_out else corpus.packs(document.digest, source.weight, data.seed)
+        if held_out:
+            copies = int(corpus.held_out(document.key, data.measured_share_of(source), data.seed))
+        else:
+            copies = corpus.packs(document.digest, source.weight, data.seed)
         copies = copies if document.num_bytes else 0
         split = "validation" if held_out else "train"
         yield (
