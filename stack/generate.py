@@ -190,13 +190,12 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     highest = logits.amax(-1, keepdim=True)
     _check(highest)
     scores = (logits - highest) / sampling.temperature  # of the difference, so that no temperature overflows the first
-    ordered = sampling.top_k > 0 or sampling.top_p < 1
-    if ordered:
+    if sampling.top_k > 0 or sampling.top_p < 1:  # the likeliest first
         scores, ids = scores.topk(min(sampling.top_k or scores.shape[-1], scores.shape[-1]))
     else:
         ids = torch.arange(scores.shape[-1]).expand(scores.shape)
     chances = torch.softmax(scores, -1)
-    if ordered:
+    if sampling.top_p < 1:
         likelier = chances.cumsum(-1) - chances  # the mass of those in front
         chances = torch.where(likelier < sampling.top_p, chances, 0.0)
     return chances, ids

@@ -1,0 +1,54 @@
+"""Small chat models on disk whose greedy answers are letters and depend on every token before them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from stack import checkpoint, config, tokenizer
+from stack.conversation import TEMPLATE
+from stack.generate import generate
+from stack.model.transformer import Decoder
+from stack.tokenizer import Tokenizer
+from stack.vocabulary import grow_tokenizer
+
+CHAT_TOKENS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+
+def vocabulary(root: Path, *, chat: bool) -> Tokenizer:
+    """The 256 bytes, a few merges, and the chat tokens."""
+    folder = root / "tokenizer"
+    folder.mkdir(parents=True)
+    tokenizer.fit(["the cat sat. assistant user system " * 9], 320).save(str(folder / "tokenizer.json"))
+    roles = {"bos_token": tokenizer.END_OF_TEXT, "eos_token": tokenizer.END_OF_TEXT, "pad_token": tokenizer.PAD}
+    (folder / "tokenizer_config.json").write_text(json.dumps(roles))
+    words = tokenizer.load(folder)
+    return grow_tokenizer(words, words.vocab_size, CHAT_TOKENS, TEMPLATE, root)[0] if chat else words
+
+
+def save(root: Path, *, chat: bool = True, context: int = 256, stops: bool = True) -> Path:
+    """A run's folder with one checkpoint.
+
+    Only letters, the blank and, with ``stops``, the end of a turn have a row that can win; the others' are small.
+    """
+    words = vocabulary(root, chat=chat)
+    shape = config.Model(2, 32, 2, 1, 16, 48, context, 10000.0, 1e-6, True, 0.5, False, None, False)
+    model = Decoder(shape, words.vocab_size, seed=3)
+    wins = {i for letter in "abcdefghijklmnopqrstuvwxyz " for i in words.encode(letter)}
+    wins |= {words.end_of_turn} if stops and chat else set()
+    with torch.no_grad():
+        model.table.weight[[i for i in range(words.vocab_size) if i not in wins]] *= 0.02
+    run = root / "run"
+    checkpoint.save(
+        run / "checkpoints", 1, model_config=shape, tokenizer=words, weights=model.state_dict(), moments={}, state={},
+        identity={}, metric=None,
+    )  # fmt: skip
+    return run
+
+
+def expected(model: Decoder, words: Tokenizer, prompt: list[int], tokens: int) -> str:
+    """The likeliest answer to the ids of a prompt, without the stop."""
+    (ids,) = generate(model, [prompt], tokens=tokens, stops=words.stops, banned=words.unsampled)
+    return words.decode(ids[:-1] if ids[-1] in words.stops else ids)
