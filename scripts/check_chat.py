@@ -5,13 +5,15 @@
 takes the newest checkpoint of the run, answers the held-out conversations of every source that is checked (greedy, at
 most ``EACH`` of a source) and prints, by task, the share of exact answers beside that of always giving the most
 frequent answer and that of the base before fine-tuning; and of the recipes how many are in form and end by themselves,
-how many differ, and how often a dish's words stand in its own answer and in that of another dish. The result is
-kept in ``runs/NAME/answers.json``; a second call for the same checkpoint prints it.
+how many differ, and how often a dish's words stand in its own answer and in that of another dish. Beside it: what
+growth left as it was, and whether ``transformers`` gives the same answers to the run's samples. The result is kept in
+``runs/NAME/answers.json``; a second call for the same checkpoint prints it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -19,14 +21,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from stack import answers, checkpoint, run_folder
+import torch
+
+from stack import answers, checkpoint, conversation, run_folder
 from stack.answers import Answer, Question
 from stack.base import Base, build, load_base
 from stack.config import FineTune, UserError, typed
 from stack.generate import generate
 from stack.machine import choose_device
 
-EACH = 1250
+# At most so many held-out conversations of a source; EACH=10 python scripts/check_chat.py … is a quick look.
+EACH = int(os.environ.get("EACH", "1020"))
 SHOWN = 4
 
 
@@ -41,7 +46,9 @@ def main(run: Path) -> int:
     key = manifest.files[checkpoint.WEIGHTS].sha256
     kept = run / "answers.json"
     if not kept.exists() or json.loads(kept.read_bytes())["model"] != key:
-        result = ask(config, load_base(str(folder), config.runs_dir), manifest.identity["base"])
+        tuned = load_base(str(folder), config.runs_dir)
+        result = ask(config, tuned, manifest.identity["base"])
+        result |= {"growth": grown(run, manifest.identity), "transformers": like_transformers(tuned, config)}
         kept.write_text(json.dumps(result | {"model": key}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     report(json.loads(kept.read_bytes()), folder)
     return 0
@@ -69,6 +76,47 @@ def ask(config: FineTune, tuned: Base, base: str) -> dict[str, Any]:
             row |= of_recipes(own)
     shown = [(a.question.text, a.text) for a in _one_of_each(made)]
     return {"tasks": table, "shown": shown}
+
+
+def grown(run: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """What growth did, and whether every old row and moment is bit-equal in the run's step 0, where that is left."""
+    facts = {key: identity["growth"][key] for key in ("old_rows", "new_rows", "counts", "kl", "bound", "mass")}
+    step_0, base = run / "checkpoints/step-00000000", Path(identity["base"])
+    if not step_0.is_dir() or not (base / checkpoint.MANIFEST).is_file():
+        return facts
+    (old, new), table = (checkpoint.load(folder) for folder in (base, step_0)), checkpoint.TABLE
+    kept = [i for part in identity["growth"]["kept"] for i in range(part["old"][0], part["old"][1] + 1)]
+    pairs = [(old.weights, new.weights), *([(old.moments, new.moments)] if new.moments else [])]
+
+    def kept_of(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[kept] if key.endswith(table) and tensor.dim() else tensor
+
+    equal = all(torch.equal(kept_of(key, a[key]), kept_of(key, b[key])) for a, b in pairs for key in a)
+    return facts | {"old rows and moments bit-equal": equal}
+
+
+def like_transformers(tuned: Base, config: FineTune) -> dict[str, Any]:
+    """Greedy answers of 64 tokens to the run's samples, by this program and by transformers from the same folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    words, own = tuned.tokenizer, build(tuned)
+    theirs, template = (kind.from_pretrained(tuned.folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    equal = 0
+    for prompt in config.sample.prompts:
+        messages = [{"role": "user", "content": prompt}]
+        ids, _ = conversation.encode(words, messages, generation_prompt=True)
+        answer = generate(own, [ids], tokens=64, stops=words.stops, banned=words.unsampled)[0]
+        inputs = template.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+        reference = theirs.generate(**inputs, max_new_tokens=64, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        equal += answer == reference.tolist() and inputs["input_ids"][0].tolist() == ids
+    head, table = theirs.get_output_embeddings().weight, theirs.get_input_embeddings().weight
+    return {
+        "equal": equal,
+        "prompts": len(config.sample.prompts),
+        "parameters": sum(p.numel() for p in theirs.parameters()),
+        "one_table": head is table,
+        "stops": theirs.generation_config.eos_token_id,
+    }
 
 
 def continued(base: Base, asked: list[Question], device: str) -> list[Answer]:
@@ -113,7 +161,7 @@ def of_recipes(own: list[Answer]) -> dict[str, float]:
 def _one_of_each(made: list[Answer]) -> list[Answer]:
     """The first answer of each of a few sources, in form ones first."""
     firsts = {a.question.source: a for a in reversed(made)}
-    order = ("recipes", "add", "sort", "spell")
+    order = ("recipes", "add", "sort", "weekday")
     return [firsts[name] for name in (*order, *firsts) if name in firsts][:SHOWN]
 
 
@@ -133,6 +181,16 @@ def report(result: dict[str, Any], folder: Path) -> None:
                 f"a dish's words in its own answer {row['words_own']:.1%}, in another's {row['words_other']:.1%} "
                 f"(below the title {row['words_own_below_title']:.1%} and {row['words_other_below_title']:.1%})"
             )
+    g, t = result["growth"], result["transformers"]
+    print(
+        f"\ngrowth: {g['old_rows']:,} → {g['new_rows']:,} rows, {g['counts']['initialized']} initialized; "
+        f"KL {g['kl']:.6f} nats, at most {g['bound']:.6f}; mass on the new rows {g['mass']:.6f}; "
+        f"old rows and moments bit-equal: {g.get('old rows and moments bit-equal', 'step 0 is gone')}"
+    )
+    print(
+        f"transformers: {t['parameters']:,} parameters, head and table are one: {t['one_table']}, stops {t['stops']}; "
+        f"{t['equal']} of {t['prompts']} greedy answers of 64 tokens are equal"
+    )
     print("\nfour answers")
     for question, answer in result["shown"]:
         print(f"  > {question}")

@@ -222,8 +222,9 @@ def recipe_records(wheel: zipfile.ZipFile) -> Iterator[tuple[str, list[str], lis
 
 
 def recipe_text(title: str, ingredients: list[str], steps: list[str]) -> str:
-    """A recipe: its title, ``Ingredients:`` and ``Steps:``, both as numbered lists."""
-    return f"{title}\n\nIngredients:\n{numbered(ingredients)}\n\nSteps:\n{numbered(steps)}"
+    """A recipe as pretraining text: its title, ``Ingredients:`` as a list and ``Steps:`` as a numbered one."""
+    listed = "\n".join(f"- {item}" for item in ingredients)
+    return f"{title}\n\nIngredients:\n{listed}\n\nSteps:\n{numbered(steps)}"
 
 
 def numbered(lines: list[str]) -> str:
@@ -270,11 +271,11 @@ def wikipedia_conversations(wheel: zipfile.ZipFile) -> Iterator[Record]:
         yield {"id": f"wikipedia/{title}", "messages": turns(question, extract), "document": document}
 
 
-MOST_INGREDIENTS, MOST_STEPS, LONGEST_LINE = 8, 6, 160  # of the recipes that are asked for; characters
+MOST_INGREDIENTS, MOST_STEPS, LONGEST_LINE = 6, 5, 160  # of the recipes that are asked for; characters
 
 
 def recipe_conversations(wheel: zipfile.ZipFile) -> Iterator[Record]:
-    """``How do I make TITLE?`` and the recipe.
+    """``How do I make TITLE?`` and the recipe, with both of its lists numbered.
 
     Short recipes only. A small model that always takes the likeliest word can tell that a list has gone on for long
     enough by nothing but its numbers, and only if no list of its examples goes further.
@@ -282,11 +283,14 @@ def recipe_conversations(wheel: zipfile.ZipFile) -> Iterator[Record]:
     for title, ingredients, steps in recipe_records(wheel):
         longest = max(map(len, [*ingredients, *steps]))
         if len(ingredients) <= MOST_INGREDIENTS and len(steps) <= MOST_STEPS and longest <= LONGEST_LINE:
-            text = recipe_text(title, ingredients, steps)
+            # "for TITLE" has the tokens of "make TITLE"; at the beginning of a line its first one would be another.
+            answer = (
+                f"Here is a recipe for {title}.\n\nIngredients:\n{numbered(ingredients)}\n\nSteps:\n{numbered(steps)}"
+            )
             yield {
                 "id": f"recipes/{title}",
-                "messages": turns(f"How do I make {title}?", text),
-                "document": key(text),
+                "messages": turns(f"How do I make {title}?", answer),
+                "document": key(recipe_text(title, ingredients, steps)),
             }
 
 
@@ -381,10 +385,10 @@ def sum_tasks() -> Iterator[Record]:
 
 
 def sort_tasks() -> Iterator[Record]:
-    """Sort two to four different numbers below 100."""
+    """Sort two or three different numbers below 100."""
     seen = set()
     for number in range(NUM_LISTS):
-        drawn = [pick(f"sort {number} {i}", 100) for i in range(2 + pick(f"length {number}", 3))]
+        drawn = [pick(f"sort {number} {i}", 100) for i in range(2 + pick(f"length {number}", 2))]
         values = list(dict.fromkeys(drawn))
         if len(values) < 2:
             continue

@@ -9,10 +9,18 @@ name=laptop
 for override in "$@"; do
     case $override in name=*) name=${override#name=} ;; esac
 done
+# On CPUs processes of one thread each are quicker than one process with as many threads (runs/LOG.md); the numbers are
+# the same. A GPU takes one process.
+start=(.venv/bin/python) ranks=()
+processors=$(.venv/bin/python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+if [ "$processors" -gt 1 ] && ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; then
+    export OMP_NUM_THREADS=$((processors > 4 ? processors / 4 : 1))
+    start=(.venv/bin/torchrun --nproc-per-node=$((processors > 4 ? 4 : processors))) ranks=(parallel=ddp)
+fi
 .venv/bin/python scripts/fetch_corpus.py
-.venv/bin/python -m stack.train "$@"
+"${start[@]}" -m stack.train "${ranks[@]}" "$@"
 .venv/bin/python scripts/check_model.py "runs/$name"
-.venv/bin/python -m stack.sft base="runs/$name" name="$name-sft"
+"${start[@]}" -m stack.sft "${ranks[@]}" base="runs/$name" name="$name-sft"
 .venv/bin/python scripts/check_chat.py "runs/$name-sft"
 echo
 echo "talk to it: .venv/bin/python -m stack.chat checkpoint=runs/$name-sft"

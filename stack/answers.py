@@ -14,7 +14,7 @@ import numpy as np
 from stack import conversation
 from stack.config import Conversations, TalkSource
 from stack.data.corpus import documents, held_out
-from stack.distributed import Ranks
+from stack.distributed import ALONE, Ranks
 from stack.generate import generate
 from stack.model.transformer import Decoder
 from stack.tokenizer import Tokenizer
@@ -98,7 +98,7 @@ def in_form(text: str, headings: tuple[str, ...]) -> bool:
     return True
 
 
-def judge(answers: list[Answer], sources: dict[str, TalkSource], ranks: Ranks = Ranks()) -> dict[str, dict[str, float]]:  # noqa: B008
+def judge(answers: list[Answer], sources: dict[str, TalkSource], ranks: Ranks = ALONE) -> dict[str, dict[str, float]]:
     """By source: ``stopped``, ``exact`` where the source is checked for it, ``form`` where it has headings; shares."""
     table = {}
     for name, source in sorted(sources.items()):

@@ -42,6 +42,19 @@ class Ranks:
         dist.all_reduce(total)
         return total.tolist()
 
+    def shared(self, x: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """``work(x)`` for work that treats the rows of ``x`` ``[n, …]`` alike, each rank a part of them.
+
+        ``x`` is the same on every rank, and so is the result, which has its shape.
+        """
+        if self.world == 1:
+            return work(x)
+        each = -(-len(x) // self.world)
+        padded = torch.cat([x, x.new_zeros(each * self.world - len(x), *x.shape[1:])])
+        parts = torch.empty_like(padded)
+        dist.all_gather_single(parts, work(padded[self.rank * each : (self.rank + 1) * each]).contiguous())
+        return parts[: len(x)]
+
     def on_main(self, work: Callable[[], Any]) -> Any:
         """``work()`` on rank 0; every rank gets its JSON result, or fails as rank 0 failed."""
         if self.world == 1:
@@ -66,6 +79,9 @@ class Ranks:
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if self.main else torch.empty(int(size)).byte()
         dist.broadcast(data, 0, group=self.waiting)
         return json.loads(bytes(data.tolist()))
+
+
+ALONE = Ranks()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from stack import config
 from stack.config import UserError
+from stack.distributed import ALONE, Ranks
 
 
 def lr_factor(schedule: config.Schedule, step: int, steps: int) -> float:
@@ -52,11 +53,12 @@ class Muon(torch.optim.Optimizer):
         groups: dictionaries with ``params`` (matrices only), ``lr``, ``weight_decay``, ``momentum``.
         ns_steps: iterations.
         dtype: of the iterations.
+        ranks: share the matrices of each shape among them.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], *, ns_steps: int, dtype: torch.dtype):
+    def __init__(self, groups: Iterable[dict[str, Any]], *, ns_steps: int, dtype: torch.dtype, ranks: Ranks):
         super().__init__(groups, {})
-        self.ns_steps, self.dtype = ns_steps, dtype
+        self.ns_steps, self.dtype, self.ranks = ns_steps, dtype, ranks
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -68,7 +70,7 @@ class Muon(torch.optim.Optimizer):
                     shapes[p.shape].append(p)
             for shape, parameters in shapes.items():
                 updates = torch.stack([self._momentum(p, group["momentum"]) for p in parameters])
-                updates = orthogonalize(updates.to(self.dtype), self.ns_steps)
+                updates = self.ranks.shared(updates.to(self.dtype), lambda x: orthogonalize(x, self.ns_steps))
                 scale = -group["lr"] * 0.2 * math.sqrt(max(shape))
                 for p, update in zip(parameters, updates, strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -116,7 +118,9 @@ class Optimizers:
     or ``matrices`` (Muon, or AdamW where ``kind=adamw``).
     """
 
-    def __init__(self, model: nn.Module, c: config.Optim, *, ns_dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, model: nn.Module, c: config.Optim, *, ns_dtype: torch.dtype = torch.float32, ranks: Ranks = ALONE
+    ):
         self.config = c
         self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
         matrices = {n: p for n, p in self.names.items() if p.dim() == 2 and ".embed_tokens." not in n}
@@ -126,7 +130,7 @@ class Optimizers:
         group = {"params": list(matrices.values()), "weight_decay": c.weight_decay, "name": "matrices"}
         if c.kind == "muon":
             group |= {"lr": c.matrix_lr, "momentum": c.momentum}
-            self.all.append(Muon([group], ns_steps=c.ns_steps, dtype=ns_dtype))
+            self.all.append(Muon([group], ns_steps=c.ns_steps, dtype=ns_dtype, ranks=ranks))
         else:
             groups.append(group | {"lr": c.lr})
         fused = rest[0].device.type in ("cpu", "cuda")

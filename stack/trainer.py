@@ -99,7 +99,7 @@ class Trainer:
         self.folder = run_folder.folder_of(config)
         self.loss = Loss(config.train.loss, config.train.chunk_tokens, config.train.z_loss)
         ns_dtype = torch.bfloat16 if machine.fast_bf16(self.device) else torch.float32
-        self.optimizers = Optimizers(model, config.optim, ns_dtype=ns_dtype)
+        self.optimizers = Optimizers(model, config.optim, ns_dtype=ns_dtype, ranks=ranks)
         self.wrapped = parallel.wrap(model, ranks)
         self.state = State()
         self.steps = 0  # the end; fixed by prepare()

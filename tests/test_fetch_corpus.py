@@ -122,7 +122,7 @@ def test_stubs_and_markup_are_left_out(wheels, tmp_path):
         "Sea\n\nThe sea is water.",
     ]
     assert [r["text"] for r in read(tmp_path / "recipes.jsonl")] == [
-        "Tea\n\nIngredients:\n1. 1 cup water\n2. tea\n\nSteps:\n1. Boil."
+        "Tea\n\nIngredients:\n- 1 cup water\n- tea\n\nSteps:\n1. Boil."
     ]
 
 
@@ -132,10 +132,9 @@ def test_conversations_name_the_document_that_they_come_from(wheels, tmp_path):
         keys = [hashlib.sha256(r["text"].encode()).hexdigest() for r in read(tmp_path / f"{source}.jsonl")]
         talks = read(tmp_path / f"conversations/{source}.jsonl")
         assert [talk["document"] for talk in talks] == keys
-        assert (
-            source == "wikipedia" or talks[0]["messages"][1]["content"] == read(tmp_path / "recipes.jsonl")[0]["text"]
-        )
         assert talks[0]["messages"][0] == {"role": "user", "content": question}
+    recipe = "Here is a recipe for Tea.\n\nIngredients:\n1. 1 cup water\n2. tea\n\nSteps:\n1. Boil."
+    assert talks[0]["messages"][1] == {"role": "assistant", "content": recipe}
 
 
 def test_chats_alternate_and_hold_no_address_or_slur(wheels, tmp_path):

@@ -119,9 +119,7 @@ def _saved_per_token(m: config.Model, dtype: torch.dtype, tokens: int = 64) -> i
     return max(0, sum(saved.values()) - cast) // tokens
 
 
-def check_memory(
-    m: config.Model, c: config.Run, num_rows: int, device: str, show: Callable[[str], None]
-) -> None:
+def check_memory(m: config.Model, c: config.Run, num_rows: int, device: str, show: Callable[[str], None]) -> None:
     """Holds the plan against what is free before anything is built.
 
     Raises:
