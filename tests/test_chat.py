@@ -6,10 +6,11 @@ import io
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,7 @@ def _in_terminal(arguments: list[str], terminal: str, readline: bool) -> None:
     for number in range(3):
         os.dup2(handle, number)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(i, "w" if i else "r", closefd=False) for i in range(3))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
     os.environ["TERM"] = "xterm" if readline else "dumb"
     if not readline:
         sys.modules["readline"] = None  # type: ignore[assignment]
@@ -209,12 +211,11 @@ class Terminal:
         given = [f"checkpoint={where}", f"tokens={TOKENS}", "device=cpu", "precision=float32", *arguments]
         self.job = tiny.Job(_in_terminal, given, os.ttyname(other), readline, log=log / "log")
         self.other, self.seen = other, ""
-        self.until("> ")
 
     def type(self, text: str) -> None:
         os.write(self.own, text.encode())
 
-    def read(self, enough: Callable[[str], bool], timeout: float = 60) -> None:
+    def read(self, enough: Callable[[str], bool], timeout: float = 30) -> None:
         """Until what has been seen, without the marks of readline, is enough."""
         end = time.monotonic() + timeout
         while not enough(self.seen):
@@ -252,8 +253,23 @@ class Terminal:
         return code
 
 
-def test_a_conversation_in_a_terminal(chatty: Model, tmp_path: Path) -> None:
-    t = Terminal(chatty.run, log=tmp_path)
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    """Opens one; a program that a failed test leaves behind is ended."""
+    made: list[Terminal] = []
+
+    def make(where: Path, *arguments: str, readline: bool = True) -> Terminal:
+        made.append(Terminal(where, *arguments, log=tmp_path, readline=readline))
+        made[-1].until("> ")
+        return made[-1]
+
+    yield make
+    for t in made:
+        t.job.send_signal(signal.SIGKILL)
+
+
+def test_a_conversation_in_a_terminal(chatty: Model, terminal: Callable[..., Terminal]) -> None:
+    t = terminal(chatty.run)
     first = t.ask("the cat")
     assert first == chatty.answer("the cat")
     second = t.ask("it's (1, 2) = ${x}")
@@ -271,8 +287,8 @@ def test_a_conversation_in_a_terminal(chatty: Model, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["bracketed", "bare", "no readline"])
-def test_a_paste_of_many_lines_is_one_message(chatty: Model, tmp_path: Path, how: str) -> None:
-    t = Terminal(chatty.run, log=tmp_path, readline=how != "no readline")
+def test_a_paste_of_many_lines_is_one_message(chatty: Model, terminal: Callable[..., Terminal], how: str) -> None:
+    t = terminal(chatty.run, readline=how != "no readline")
     text = "the cat\n\nsat on it\n  and was"
     if how == "bracketed":
         t.type("\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
@@ -287,8 +303,8 @@ def test_a_paste_of_many_lines_is_one_message(chatty: Model, tmp_path: Path, how
     assert t.leave("\x04") == 0
 
 
-def test_ctrl_c_stops_the_answer_and_then_the_program(endless: Model, tmp_path: Path) -> None:
-    t = Terminal(endless.run, "tokens=15000", log=tmp_path)
+def test_ctrl_c_stops_the_answer_and_then_the_program(endless: Model, terminal: Callable[..., Terminal]) -> None:
+    t = terminal(endless.run, "tokens=15000")
     t.type("the cat\r")
     t.until("the cat\r\n")
     t.read(lambda seen: len(seen) >= 20)  # it is shown while it comes
@@ -305,8 +321,8 @@ def test_ctrl_c_stops_the_answer_and_then_the_program(endless: Model, tmp_path: 
     assert t.leave("\x03") == 130
 
 
-def test_ctrl_c_between_two_lines_is_not_remembered(chatty: Model, tmp_path: Path) -> None:
-    t = Terminal(chatty.run, log=tmp_path)
+def test_ctrl_c_between_two_lines_is_not_remembered(chatty: Model, terminal: Callable[..., Terminal]) -> None:
+    t = terminal(chatty.run)
     for _ in range(2):
         t.interrupt()
         t.ask("/help")
