@@ -287,8 +287,8 @@ def test_a_conversation_in_a_terminal(chatty: Model, terminal: Callable[..., Ter
 
 
 @pytest.mark.parametrize("how", ["bracketed", "bare", "no readline"])
-def test_a_paste_of_many_lines_is_one_message(chatty: Model, terminal: Callable[..., Terminal], how: str) -> None:
-    t = terminal(chatty.run, readline=how != "no readline")
+def test_a_paste_of_many_lines_is_one_message(endless: Model, terminal: Callable[..., Terminal], how: str) -> None:
+    t = terminal(endless.run, readline=how != "no readline")
     text = "the cat\n\nsat on it\n  and was"
     if how == "bracketed":
         t.type("\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
@@ -298,8 +298,8 @@ def test_a_paste_of_many_lines_is_one_message(chatty: Model, terminal: Callable[
         t.type(text.replace("\n", "\r"))
         t.until("and was\r\n")
     answer = t.until("\r\n> ").removeprefix("\n").split("\n")[-1]
-    assert answer == chatty.answer(text)
-    assert t.ask("so") == chatty.answer(text, answer, "so")
+    assert answer == endless.answer(text)
+    assert t.ask("so") == endless.answer(text, answer, "so")
     assert t.leave("\x04") == 0
 
 
