@@ -49,7 +49,8 @@ def run(config: FineTune) -> int:
             here.on_main(lambda: graft(config, base, words, growth, packed, display))
             start = _start(folder, config, here, display)
         model = Decoder(base.model, words.vocab_size, seed=config.seed).to(device)
-        identity = checkpoint.read_manifest(Path(str(start.checkpoint))).identity
+        # What growth did stands in the checkpoint; what is learnt from is held against it by the trainer.
+        identity = checkpoint.read_manifest(Path(str(start.checkpoint))).identity | _made_of(packed)
         return Trainer(config, model, split(config, base, packed, words), words, identity, here, display).run(start)
 
 
@@ -135,12 +136,15 @@ def _identity(config: FineTune, base: Base, words: Tokenizer, packed: Packed) ->
     return {
         "run": config.name,
         "vocabulary": words.digest,
-        "packed": packed.digest,
-        "packed_folder": str(packed.folder),
         "base": str(base.folder),
         "base_vocabulary": base.tokenizer.digest,
         "base_weights": checkpoint.digest_tensors(base.weights),
+        **_made_of(packed),
     }
+
+
+def _made_of(packed: Packed) -> dict[str, str]:
+    return {"packed": packed.digest, "packed_folder": str(packed.folder)}
 
 
 def split(config: FineTune, base: Base, packed: Packed, words: Tokenizer) -> Split:

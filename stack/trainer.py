@@ -325,7 +325,10 @@ class Trainer:
         if end or (c.evaluate.every and step % c.evaluate.every == 0):
             row |= self._validate()
         if end or (c.sample.every and step % c.sample.every == 0):
-            row |= {"samples/texts": self._samples()}
+            try:
+                row |= {"samples/texts": self._samples()}
+            except UserError as error:  # what there is to look at must not cost what is to be saved
+                self.display.show(f"  no samples: {error}")
         if row and self.metrics is not None:
             self.metrics.write({"step": step, "tokens": self.state.tokens} | row)
         if end or stopping or (c.checkpoint.every and step % c.checkpoint.every == 0):
@@ -334,7 +337,8 @@ class Trainer:
     def _validate(self) -> dict[str, float]:
         found = self.validation()
         values = found.figures()
-        values |= self._answers()
+        if math.isfinite(found.loss):  # a model that is not finite answers nothing
+            values |= self._answers()
         self.state.last = values if math.isfinite(found.loss) else {}  # JSON has no NaN
         self.display.show(f"step {self.state.step}: {_figures(values)}")
         return {f"eval/{key}": value for key, value in values.items()}

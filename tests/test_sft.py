@@ -147,6 +147,18 @@ def test_finished_is_said_at_once(root: Path) -> None:
     assert job.wait() == 0 and job.output().startswith("finished already: step 12 of 12")
 
 
+def test_other_conversations_are_refused_when_a_run_goes_on(root: Path) -> None:
+    run, talk = root / "runs/moved", root / "talk.jsonl"
+    shutil.copytree(root / "runs/alone", run)
+    shutil.rmtree(run / "checkpoints/step-00000012")
+    before = talk.read_text()
+    talk.write_text(before.replace("the cat", "the dog"))
+    job = tiny.sft(root, "name=moved", "checkpoint.keep=9", log="moved.log")
+    code = job.wait()
+    talk.write_text(before)
+    assert code == 2 and "was trained on other packed data" in job.output(), job.output()
+
+
 def test_fresh_moments_replay_and_another_optimizer(root: Path) -> None:
     job = tiny.sft(root, "name=fresh", "sft.optimizer=fresh", "sft.replay=0.34", "train.steps=2", "optim=adamw")
     assert job.wait() == 0, job.output()
