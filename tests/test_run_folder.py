@@ -153,7 +153,8 @@ def test_resume_goes_back_and_keeps_what_it_goes_back_behind(root: Path) -> None
 
 def test_resume_takes_only_checkpoints_of_the_run(root: Path) -> None:
     def start(flag: str) -> None:
-        run_folder.start_of(root / "runs/new", tiny.configure(*tiny.settings(root, *LONG, "name=new", flag)), print)
+        c = tiny.configure(*tiny.settings(root, *LONG, "name=new", flag))
+        run_folder.start_of(root / "runs/new", c, print, c.branch)
 
     with pytest.raises(UserError, match=r"is not a checkpoint of this run .* use branch="):
         start(f"resume={root}/runs/alone/checkpoints/step-00000016")

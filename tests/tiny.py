@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import sys
 import time
@@ -144,6 +145,7 @@ def _in_child(work: Callable[..., object], args: tuple[object, ...], log: str, e
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(env)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
     work(*args)
 
 

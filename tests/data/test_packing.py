@@ -496,7 +496,8 @@ def expected_talk(data: config.Conversations, words, split: str, window: int = W
     for name, source in sorted(data.sources.items()):
         for document in corpus.documents(name, source, on_bad_row="skip", bad=Counter()):
             held_out = corpus.held_out(document.key, source.validation or data.validation, data.seed)
-            copies = 1 if held_out else corpus.packs(document.digest, source.weight, data.seed)
+            measured = corpus.held_out(document.key, min(source.validation or 1, data.validation), data.seed)
+            copies = int(measured) if held_out else corpus.packs(document.digest, source.weight, data.seed)
             ids, supervised = conversation.encode(words, document.content)
             kept = conversation.fit(supervised, window)
             if kept and held_out == (split == "validation") and (data.too_long == "cut" or len(ids) <= window):
@@ -533,9 +534,9 @@ def test_every_conversation_is_counted(talked, packed_talk):
         lengths = {"cut": 0, "too_long": 0}
         good = list(corpus.documents(name, source, on_bad_row="skip", bad=bad))
         for document in good:
-            if corpus.held_out(document.key, data.share_of(source), data.seed) or corpus.packs(
-                document.digest, source.weight, data.seed
-            ):
+            held_out = corpus.held_out(document.key, data.share_of(source), data.seed)
+            measured = corpus.held_out(document.key, data.measured_share_of(source), data.seed)
+            if measured if held_out else corpus.packs(document.digest, source.weight, data.seed):
                 _, supervised = conversation.encode(words, document.content)
                 if len(supervised) > WINDOW:
                     lengths["too_long" if conversation.fit(supervised, WINDOW) is None else "cut"] += 1
