@@ -62,8 +62,8 @@ MUTANTS = [
     ),
     Mutant(
         "1", "validation as a mean of means", "stack/evaluate.py",
-        "count += batch.num_targets",
-        "count += batch.num_targets; nats = nats / batch.num_targets; count = 1",
+        "counts += np.bincount(source[source >= 0], minlength=len(sources))",
+        "own = np.bincount(source[source >= 0], minlength=len(sources)); nats /= np.maximum(own, 1); counts += own > 0",
         (EVALUATE,),
     ),
     Mutant(
