@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from talk import CONTROL
 
 from stack import checkpoint, config, tokenizer
 from stack.conversation import TEMPLATE
@@ -13,8 +14,6 @@ from stack.generate import generate
 from stack.model.transformer import Decoder
 from stack.tokenizer import Tokenizer
 from stack.vocabulary import grow_tokenizer
-
-CHAT_TOKENS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
 def vocabulary(root: Path, *, chat: bool) -> Tokenizer:
@@ -25,7 +24,7 @@ def vocabulary(root: Path, *, chat: bool) -> Tokenizer:
     roles = {"bos_token": tokenizer.END_OF_TEXT, "eos_token": tokenizer.END_OF_TEXT, "pad_token": tokenizer.PAD}
     (folder / "tokenizer_config.json").write_text(json.dumps(roles))
     words = tokenizer.load(folder)
-    return grow_tokenizer(words, words.vocab_size, CHAT_TOKENS, TEMPLATE, root)[0] if chat else words
+    return grow_tokenizer(words, words.vocab_size, CONTROL, TEMPLATE, root)[0] if chat else words
 
 
 def save(root: Path, *, chat: bool = True, context: int = 256, stops: bool = True) -> Path:

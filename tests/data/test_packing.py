@@ -38,18 +38,21 @@ def write(path: Path, texts: list[str]) -> Path:
     return path
 
 
+# What texts and conversations have alike here.
+COMMON = {
+    "files": (),
+    "hub": config.HubFlags(path=None, name=None, split="train", revision=None, streaming=True),
+    "on_bad_row": "skip",
+    "validation": 0.2,
+    "seed": 3,
+    "workers": 1,
+    "packed": None,
+}
+
+
 def data_of(sources: dict[str, config.Source], **changed) -> config.Data:
-    hub = config.HubFlags(path=None, name=None, split="train", revision=None, streaming=True)
-    given = {
-        "name": "mine",
-        "files": (),
-        "hub": hub,
-        "text": "text",
-        "on_bad_row": "skip",
-        "validation": 0.2,
-        "seed": 3,
-    }
-    return config.Data(sources=sources, **{**given, "workers": 1, "shard_mb": 0.02, "packed": None, **changed})
+    given = COMMON | {"name": "mine", "text": "text", "shard_mb": 0.02}
+    return config.Data(sources=sources, **(given | changed))
 
 
 @pytest.fixture(scope="module")
@@ -453,18 +456,8 @@ def conversations_of(count: int, seed: int) -> list[dict]:
 
 
 def chat_of(sources: dict[str, config.TalkSource], **changed) -> config.Conversations:
-    hub = config.HubFlags(path=None, name=None, split="train", revision=None, streaming=True)
-    given = {
-        "name": "talk",
-        "files": (),
-        "hub": hub,
-        "text": "messages",
-        "on_bad_row": "skip",
-        "validation": 0.2,
-        "seed": 3,
-    }
-    given |= {"workers": 1, "shard_mb": 0.01, "packed": None, "too_long": "cut"}
-    return config.Conversations(sources=sources, **{**given, **changed})
+    given = COMMON | {"name": "talk", "text": "messages", "shard_mb": 0.01, "too_long": "cut"}
+    return config.Conversations(sources=sources, **(given | changed))
 
 
 def write_talks(path: Path, rows: list[dict]) -> str:
