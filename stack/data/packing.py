@@ -191,8 +191,8 @@ def open_packed(folder: Path, tokenizer: Tokenizer | None = None) -> Packed:
         raise UserError(
             f"the packed data {folder} were made with another vocabulary: {packed.num_rows} rows, digest "
             f"{packed.vocabulary_digest}; the tokenizer {tokenizer.folder} has {tokenizer.vocab_size}, digest "
-            f"{tokenizer.digest}; set data.packed=null to pack anew, or give tokenizer.folder=FOLDER of the tokenizer "
-            "that made them"
+            f"{tokenizer.digest}; set data.packed=null (chat.packed=null) to pack anew, or take the "
+            "tokenizer that made them (tokenizer.folder=FOLDER; of conversations, the base=)"
         )
     return packed
 

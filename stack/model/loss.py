@@ -66,11 +66,27 @@ def linear_cross_entropy(
     if impl == "full":
         losses = _full(flat, weight, ids, dtype, z_loss, softcap) * supervised
     else:
-        losses = _Chunked.apply(flat, weight, ids, supervised, dtype, chunk_tokens, z_loss, softcap, impl == "fused")
+        rows = _wanted(supervised)
+        some = flat if rows is None else flat.index_select(0, rows)
+        marks, wanted = (supervised, ids) if rows is None else (supervised[rows], ids[rows])
+        losses = _Chunked.apply(some, weight, wanted, marks, dtype, chunk_tokens, z_loss, softcap, impl == "fused")
+        if rows is not None:
+            losses = losses.new_zeros(len(ids)).index_copy(0, rows, losses)
     if reduction == "none":
         return losses.view(targets.shape)
     total = losses.sum()
     return total if reduction == "sum" else total / supervised.sum().clamp(min=1)
+
+
+def _wanted(supervised: Tensor) -> Tensor | None:
+    """The positions whose logits are worth computing, int64; None for all of them.
+
+    On a CPU those without a target are left out: in conversations that is half of them. A GPU would have to stop and
+    count, so it takes all.
+    """
+    if supervised.device.type != "cpu" or bool(supervised.all()):
+        return None
+    return supervised.nonzero()[:, 0]
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, impl: str, chunk_tokens: int, reduction: str) -> None:
