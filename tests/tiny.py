@@ -176,6 +176,7 @@ CHAT = (
     "evaluate.every=6",
     "sample.prompts=[say the cat]",
     "sample.tokens=4",
+    "sft.optimizer=continue",
     "sft.answers=3",
     "sft.answer_tokens=6",
 )
