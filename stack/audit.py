@@ -32,7 +32,7 @@ TOKEN = 20  # columns of a terminal for a token
 RESERVED = re.compile(r"reserved|unused", re.IGNORECASE)  # in the texts of control tokens that stand for nothing
 TITLES = {
     undertrained.NORM: "L2 norm of the input embedding",
-    undertrained.DISTANCE: "cosine distance to known unused rows of the head, without the first principal component",
+    undertrained.DISTANCE: "cosine distance to the mean of known unused rows of the head",
 }
 
 

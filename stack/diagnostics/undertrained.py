@@ -8,14 +8,17 @@ the head, c its first principal component and t the tokens known to be unused:
 2. u = the mean of U'[t];
 3. 1 - cos(U'_i, u) is small where row i was trained no more than those.
 
-Rows that a vocabulary grew by begin elsewhere and have another direction than those that pretraining left behind. So t
-may be several groups, each with a mean of its own, and the distance is the one to the nearest of them.
-
 That is the indicator of a tied table. Where the embedding is a table of its own, a row that never occurs as an input is
-moved by decay alone, and its L2 norm |E_i| is the indicator; it needs no known token. Both are small for undertrained
-rows. Sums are in float64, over chunks, so that a table is never copied whole. The names and their order follow the
-code of the paper (cohere-ai/magikarp: ``magikarp/model.py``, and ``embedding_distance_metrics`` in
-``magikarp/utils.py``), with one difference: a row of zeros has distance 0 instead of 1, as nothing has trained it.
+moved by decay alone, and its L2 norm |E_i| is the indicator; it needs no known token.
+
+Names and order follow the code of the paper (cohere-ai/magikarp: ``ModelAnalyzer`` in ``magikarp/model.py``,
+``embedding_distance_metrics`` in ``magikarp/utils.py``). It ranks by the distance without step 1, and so is done here:
+where a good part of the rows is unused, as in small models, the first principal component is their direction.
+Two things are otherwise. Rows that a vocabulary grew by begin elsewhere than those that pretraining left behind, and
+keep another direction; so t may be several groups with a mean each, and the nearest counts. And a row of zeros has
+distance 0 instead of 1, as nothing has trained it.
+
+Sums are in float64, over chunks, so that a table is never copied whole.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from torch import Tensor
 
 CHUNK = 8192  # rows in float64 at one time
 NORM = "norm"  # |E_i|, of an embedding that is not the head
-DISTANCE = "distance"  # 1 - cos(U'_i, u), without the first principal component
-RAW_DISTANCE = "raw_distance"  # the same without step 1
+DISTANCE = "distance"  # 1 - cos(U_i, mean of U[t])
+DISTANCE_WITHOUT_PC = "distance_without_pc"  # 1 - cos(U'_i, u)
 Groups = Sequence[Sequence[int]]  # of ids, none empty
 
 
@@ -46,8 +49,8 @@ def indicators(table: Tensor, head: Tensor | None, unused: Groups) -> dict[str, 
     found = {} if head is None else {NORM: norms(table)}
     output = table if head is None else head
     if len(unused):
-        found[DISTANCE] = distances(output, unused, first_component(output))
-        found[RAW_DISTANCE] = distances(output, unused)
+        found[DISTANCE] = distances(output, unused)
+        found[DISTANCE_WITHOUT_PC] = distances(output, unused, first_component(output))
     return found
 
 
@@ -78,7 +81,7 @@ def distances(rows: Tensor, unused: Groups, component: Tensor | None = None) -> 
     found = []
     for chunk in _chunks(rows):
         cosines = _unit(_without(chunk, component)) @ _unit(means).T
-        found.append(torch.where((chunk == 0).all(1), 0.0, 1 - cosines.amax(1)))
+        found.append(torch.where((chunk == 0).all(1), 0.0, (1 - cosines.amax(1)).clamp(min=0)))
     return torch.cat(found)
 
 
