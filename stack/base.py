@@ -14,11 +14,11 @@ from typing import Any
 import safetensors.torch
 import torch
 from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stack import checkpoint, config, tokenizer
-from stack.checkpoint import CONFIG, MANIFEST, TABLE, WEIGHTS
+from stack.checkpoint import CONFIG, HEAD, MANIFEST, TABLE, WEIGHTS
 from stack.config import UserError
 from stack.model.transformer import Decoder, Trunk
 from stack.tokenizer import Tokenizer, read_json
@@ -48,6 +48,17 @@ class Base:
         return self.weights[TABLE].shape[0]
 
 
+@dataclass(frozen=True)
+class Tables:
+    """What of a model has a row for each id. Made by :func:`load_tables` only."""
+
+    folder: Path
+    tokenizer: Tokenizer  # may have fewer tokens than the table rows, where the folder is not ours
+    table: Tensor  # [rows, d] float32: the input embedding
+    head: Tensor | None  # [rows, d] float32: the output embedding; None where it is the table
+    manifest: checkpoint.Manifest | None  # of a checkpoint of ours
+
+
 def load_base(where: str, runs_dir: str, show: Callable[[str], Any] = print) -> Base:
     """Open a run (its newest good checkpoint), a checkpoint, or a Hugging Face folder.
 
@@ -61,16 +72,37 @@ def load_base(where: str, runs_dir: str, show: Callable[[str], Any] = print) -> 
     """
     folder = _find(where, Path(runs_dir), show)
     base = _ours(folder) if (folder / MANIFEST).is_file() else _foreign(folder)
-    tokens = base.tokenizer.vocab_size
-    if base.num_rows < tokens:
-        raise UserError(
-            f"{folder}: the table has {base.num_rows:,} rows and the tokenizer {tokens:,} tokens, so some have no row; "
-            "the files do not belong together: restore them"
-        )
+    _check_tokens(folder, base.tokenizer, base.num_rows)
     if base.tokenizer.unknown is not None:
         what = base.tokenizer.unknown.pattern
         show(f"{folder}: the vocabulary has no token for the characters {what!r}; they are read as U+FFFD")
     return base
+
+
+def load_tables(where: str, runs_dir: str, show: Callable[[str], Any] = print) -> Tables:
+    """The table and, where it is another one, the head of what :func:`load_base` opens; of tied models and others.
+
+    Nothing else is read, so what the decoder does not compute (the scaled angles of Llama 3, say) does not matter.
+    The digests of a checkpoint of ours are verified.
+    """
+    folder = _find(where, Path(runs_dir), show)
+    manifest = checkpoint.verify(folder) if (folder / MANIFEST).is_file() else None
+    if manifest is None:
+        _check_foreign(folder)
+    settings, words = read_json(folder / CONFIG), tokenizer.load(folder)
+    _check_kind(settings, folder)
+    if manifest is not None:
+        _check_vocabulary(folder, words, manifest)
+    weights = _read_weights(folder, (TABLE, HEAD))
+    head = checkpoint.own_head(settings, weights, folder)
+    _check_rows(folder, settings, weights[TABLE])
+    _check_tokens(folder, words, len(weights[TABLE]))
+    if head is not None and head.shape != weights[TABLE].shape:
+        raise UserError(
+            f"{folder}: {HEAD} is {list(head.shape)} and {TABLE} {list(weights[TABLE].shape)}; "
+            "the files do not belong together: restore them"
+        )
+    return Tables(folder, words, weights[TABLE], head, manifest)
 
 
 def build(base: Base) -> Decoder:
@@ -101,19 +133,14 @@ def _ours(folder: Path) -> Base:
     """A checkpoint, with every digest verified."""
     loaded = checkpoint.load(folder)
     model, words = model_of(loaded.config, folder), tokenizer.load(folder)
-    if words.digest != loaded.manifest.vocabulary_digest:
-        raise UserError(
-            f"{folder}: the tokenizer's vocabulary is {words.digest}, {MANIFEST} names "
-            f"{loaded.manifest.vocabulary_digest}; take another checkpoint"
-        )
+    _check_vocabulary(folder, words, loaded.manifest)
     _check_weights(folder, model, loaded.config, loaded.weights)
     return Base(folder, model, words, loaded.weights, loaded.moments, loaded.manifest)
 
 
 def _foreign(folder: Path) -> Base:
     """Any Hugging Face folder."""
-    if (folder / "training").is_dir():
-        raise UserError(f"{folder}: a checkpoint of this program without its {MANIFEST}, so it is not whole; {HELP}")
+    _check_foreign(folder)
     settings = read_json(folder / CONFIG)
     model = model_of(settings, folder)
     weights = checkpoint.untie(settings, _read_weights(folder), folder)
@@ -121,16 +148,40 @@ def _foreign(folder: Path) -> Base:
     return Base(folder, model, tokenizer.load(folder), weights, {}, None)
 
 
-def _check_weights(folder: Path, model: config.Model, settings: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """UserError unless the tensors are exactly the parameters of the model that ``config.json`` describes."""
-    rows = weights[TABLE].shape[0]
-    if rows != settings.get("vocab_size"):
+def _check_foreign(folder: Path) -> None:
+    if (folder / "training").is_dir():
+        raise UserError(f"{folder}: a checkpoint of this program without its {MANIFEST}, so it is not whole; {HELP}")
+
+
+def _check_vocabulary(folder: Path, words: Tokenizer, manifest: checkpoint.Manifest) -> None:
+    if words.digest != manifest.vocabulary_digest:
         raise UserError(
-            f"{folder}: {CONFIG} says vocab_size={settings.get('vocab_size')}, but {TABLE} has {rows} rows; "
+            f"{folder}: the tokenizer's vocabulary is {words.digest}, {MANIFEST} names "
+            f"{manifest.vocabulary_digest}; take another checkpoint"
+        )
+
+
+def _check_tokens(folder: Path, words: Tokenizer, rows: int) -> None:
+    if rows < words.vocab_size:
+        raise UserError(
+            f"{folder}: the table has {rows:,} rows and the tokenizer {words.vocab_size:,} tokens, so some have no "
+            "row; the files do not belong together: restore them"
+        )
+
+
+def _check_rows(folder: Path, settings: dict[str, Any], table: Tensor) -> None:
+    if len(table) != settings.get("vocab_size"):
+        raise UserError(
+            f"{folder}: {CONFIG} says vocab_size={settings.get('vocab_size')}, but {TABLE} has {len(table)} rows; "
             "the files do not belong together: restore them"
         )
+
+
+def _check_weights(folder: Path, model: config.Model, settings: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """UserError unless the tensors are exactly the parameters of the model that ``config.json`` describes."""
+    _check_rows(folder, settings, weights[TABLE])
     with torch.device("meta"):
-        trunk = Trunk(model, rows)
+        trunk = Trunk(model, len(weights[TABLE]))
     try:
         checkpoint.check_fit({f"model.{name}": t.shape for name, t in trunk.state_dict().items()}, weights)
     except UserError as error:
@@ -140,8 +191,11 @@ def _check_weights(folder: Path, model: config.Model, settings: dict[str, Any], 
 # ---------------------------------------------------------------- tensors
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder as float32: ``model.safetensors``, or the shards that its index names."""
+def _read_weights(folder: Path, only: tuple[str, ...] | None = None) -> dict[str, Tensor]:
+    """The tensors of a folder as float32, all or those of a name in ``only``.
+
+    They lie in ``model.safetensors``, or in the shards that its index names.
+    """
     names = [WEIGHTS]
     if not (folder / WEIGHTS).is_file():
         if not (folder / INDEX).is_file():
@@ -150,7 +204,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name in names:
         try:
-            found = safetensors.torch.load_file(folder / name)
+            found = _tensors(folder / name, only)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{folder / name} cannot be read ({error}); copy it again from where it came") from error
         twice = sorted(weights.keys() & found.keys())
@@ -158,6 +212,13 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             raise UserError(f"{folder / name} holds {_some(twice)}, which another shard holds too; restore the files")
         weights |= {key: _float(folder / name, key, value) for key, value in found.items() if NO_TENSORS not in key}
     return weights
+
+
+def _tensors(path: Path, only: tuple[str, ...] | None) -> dict[str, Tensor]:
+    if only is None:
+        return safetensors.torch.load_file(path)
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in only if name in file.keys()}  # noqa: SIM118  no mapping
 
 
 def _shards(folder: Path) -> list[str]:
@@ -197,10 +258,7 @@ def model_of(settings: dict[str, Any], folder: Path) -> config.Model:
 
     Defaults are those of ``transformers`` for the type; what has a natural one alone may be absent.
     """
-    kind = settings.get("model_type")
-    if kind not in list(KINDS):
-        known = " and ".join(list(KINDS)[:2])
-        raise UserError(f"{folder / CONFIG}: model_type={kind!r}; this program computes {known} only")
+    kind = _check_kind(settings, folder)
     refused = _refused(settings, kind)
     if refused:
         lines = "\n".join(f"  {line}" for line in refused)
@@ -233,6 +291,14 @@ def model_of(settings: dict[str, Any], folder: Path) -> config.Model:
             f"num_key_value_heads={model.kv_heads}; restore it"
         )
     return model
+
+
+def _check_kind(settings: dict[str, Any], folder: Path) -> str:
+    kind = settings.get("model_type")
+    if kind not in list(KINDS):
+        known = " and ".join(list(KINDS)[:2])
+        raise UserError(f"{folder / CONFIG}: model_type={kind!r}; this program computes {known} only")
+    return kind
 
 
 def _refused(settings: dict[str, Any], kind: str) -> list[str]:

@@ -410,6 +410,19 @@ def load(folder: Path) -> Loaded:
 
 def untie(settings: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
     """The weights with the table once, if what ``config.json`` says of the head and what is stored agree."""
+    if own_head(settings, weights, folder) is not None:
+        raise UserError(
+            f"{folder}: the head ({HEAD}) is a table of its own, and this program has models with one table only; "
+            "take a checkpoint with tie_word_embeddings=true"
+        )
+    return {name: tensor for name, tensor in weights.items() if name != HEAD}
+
+
+def own_head(settings: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> Tensor | None:
+    """The head where it is another table than the embedding, None where it is the same.
+
+    UserError where what ``config.json`` says of it and what is stored contradict each other.
+    """
     tied = settings.get("tie_word_embeddings", False)  # absent: the default of Qwen3 and Llama
     head, table = weights.get(HEAD), weights.get(TABLE)
     if table is None:
@@ -425,12 +438,7 @@ def untie(settings: dict[str, Any], weights: dict[str, Tensor], folder: Path) ->
             f"{folder}: {CONFIG} says tie_word_embeddings=false, but {WEIGHTS} holds no {HEAD}; "
             "set it to true if the head is the table, or take a checkpoint that is whole"
         )
-    if not tied and not same:
-        raise UserError(
-            f"{folder}: the head ({HEAD}) is a table of its own, and this program has models with one table only; "
-            "take a checkpoint with tie_word_embeddings=true"
-        )
-    return {name: tensor for name, tensor in weights.items() if name != HEAD}
+    return None if tied or same else head
 
 
 @torch.no_grad()

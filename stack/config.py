@@ -340,7 +340,19 @@ class Chat:
     runs_dir: str  # where a run is looked for by its name
 
 
-Schema = TypeVar("Schema", Config, FineTune, Chat)
+@dataclass(frozen=True, config=_STRICT)
+class Audit:
+    """All of ``python -m stack.audit``."""
+
+    checkpoint: str  # a run, a checkpoint, or any Hugging Face folder of type Qwen3 or Llama, tied or not
+    counts: str | None  # a packed folder whose occurrences are shown; those that a checkpoint names otherwise
+    unused: tuple[Natural, ...]  # ids of rows that are known to be unused; found in the vocabulary otherwise
+    top: Count  # rows that are listed
+    json: str | None  # a file for all of it; "-" is standard output
+    runs_dir: str  # where a run is looked for by its name
+
+
+Schema = TypeVar("Schema", Config, FineTune, Chat, Audit)
 
 
 def plain(config: Any) -> dict[str, Any]:
@@ -396,7 +408,7 @@ def _keys_at(path: list[str], schema: type) -> list[str]:
     return list(node.get("properties", {}))
 
 
-def problems(c: Config | FineTune | Chat) -> list[str]:
+def problems(c: Config | FineTune | Chat | Audit) -> list[str]:
     """Every contradiction between settings that are each valid, one line each, naming the flag to change."""
     checks = []
     if isinstance(c, Config):

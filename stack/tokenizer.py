@@ -108,6 +108,13 @@ class Tokenizer:
         """The inverse of :meth:`token_to_id`."""
         return self._inner.id_to_token(index)
 
+    def bytes_of(self, index: int) -> bytes:
+        """What a token stands for in a text: the UTF-8 of a control token's text, any bytes of a plain one."""
+        token = self.id_to_token(index)
+        if token in self.control:
+            return token.encode()
+        return bytes(_BYTE_OF[character] for character in token)
+
     def save_into(self, folder: Path, max_length: int | None = None) -> None:
         """Copy the files that Hugging Face reads into a model's folder; ``max_length`` is the model's context."""
         for name in FILES:
@@ -239,10 +246,9 @@ def _check_manifest(folder: Path, digest: str) -> None:
 
 def _digest(tokens: list[str], control: dict[int, str], roles: dict[str, int]) -> str:
     """The identity of a vocabulary: SHA-256 over each token's bytes in order, which are control, and the roles."""
-    byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
     hashed = hashlib.sha256()
     for index, token in enumerate(tokens):
-        data = token.encode() if index in control else bytes(byte_of[character] for character in token)
+        data = token.encode() if index in control else bytes(_BYTE_OF[character] for character in token)
         hashed.update(b"%d %d " % (index in control, len(data)) + data)
     hashed.update(json.dumps(roles, sort_keys=True).encode())
     return hashed.hexdigest()
@@ -253,6 +259,9 @@ def _byte_characters() -> list[str]:
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = iter(range(256, 512))
     return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
+
+
+_BYTE_OF = {character: byte for byte, character in enumerate(_byte_characters())}
 
 
 # ---------------------------------------------------------------- training
