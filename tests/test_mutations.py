@@ -62,8 +62,8 @@ MUTANTS = [
     ),
     Mutant(
         "1", "validation as a mean of means", "stack/evaluate.py",
-        "counts += np.bincount(source[source >= 0], minlength=len(sources))",
-        "own = np.bincount(source[source >= 0], minlength=len(sources)); nats /= np.maximum(own, 1); counts += own > 0",
+        "sums[kind][1] += np.bincount(of[supervised], minlength=size)",
+        "n = np.bincount(of[supervised], minlength=size); sums[kind][0] /= np.maximum(n, 1); sums[kind][1] += n > 0",
         (EVALUATE,),
     ),
     Mutant(

@@ -100,8 +100,8 @@ def test_only_assistants_are_learnt(root: Path) -> None:
     """Decoded, the supervised targets of the packed conversations are the answers of the file, each ended."""
     c = configure(root, "name=alone")
     base = load_base(c.base, c.runs_dir)
-    words, _, packed = sft.stages(c, base, Ranks(), Display(False))
-    train = sft.split(c, base, packed, words).train
+    words, growth, packed = sft.stages(c, base, Ranks(), Display(False))
+    train = sft.split(c, base, packed, words, growth).train
     batch = train.batch(range(train.num_windows))
     learnt = words.decode(batch.targets[batch.targets != IGNORED].tolist())
     talks = [json.loads(line)["messages"] for line in (root / "talk.jsonl").read_text().splitlines()]
@@ -166,8 +166,8 @@ def test_fresh_moments_replay_and_another_optimizer(root: Path) -> None:
     assert loaded.moments == {}
     c = configure(root, "sft.replay=0.34")
     base = load_base(c.base, c.runs_dir)
-    words, _, packed = sft.stages(c, base, Ranks(), Display(False))
-    train = sft.split(c, base, packed, words).train
+    words, growth, packed = sft.stages(c, base, Ranks(), Display(False))
+    train = sft.split(c, base, packed, words, growth).train
     of_text = [int((train.windows_of(s) >= train.first.num_windows).sum()) for s in range(50)]
     assert sum(of_text) == int(150 * 0.34) and set(of_text) == {1, 2}
     job = tiny.sft(root, "name=other", "optim=adamw", log="other.log")
