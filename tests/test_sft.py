@@ -96,6 +96,21 @@ def test_the_result_opens_in_transformers_and_answers_alike(root: Path) -> None:
     assert theirs.get_input_embeddings().weight.data_ptr() == theirs.get_output_embeddings().weight.data_ptr()
 
 
+def test_the_added_rows_are_watched(root: Path) -> None:
+    """Their share of the softmax rises; all classes together have all of it."""
+    looks = [row for row in tiny.rows(root / "runs/alone") if "rows/norm_p50" in row]
+    assert [row["step"] for row in looks] == [3, 6, 9, 12]
+    growth = checkpoint.read_manifest(root / "runs/alone/checkpoints/step-00000012").identity["growth"]
+    named = sum(not text.startswith("<|reserved_") for _, text in growth["added"])
+    for row in looks:
+        assert (row["rows/count_added"], row["rows/count_reserved"]) == (named, growth["new_rows"] - 320 - named)
+        masses = {key: value for key, value in row.items() if key.startswith("rows/mass_")}
+        assert masses["rows/mass_added"] > 0 and sum(masses.values()) == pytest.approx(1, abs=1e-5)
+        assert row["rows/grad_input_max_added"] > 0 == row["rows/grad_input_max_reserved"]
+    assert looks[-1]["rows/mass_added"] > looks[0]["rows/mass_added"]
+    assert "eval/loss_class_added" in looks[-1] and "eval/loss_class_reserved" not in looks[-1]
+
+
 def test_only_assistants_are_learnt(root: Path) -> None:
     """Decoded, the supervised targets of the packed conversations are the answers of the file, each ended."""
     c = configure(root, "name=alone")
