@@ -259,6 +259,13 @@ class Sample:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Diagnostics:
+    """What is measured of a run beside its loss."""
+
+    rows_every: Natural  # steps between two looks at the rows of the table, and one at the end; 0: none
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Checkpoint:
     """When a checkpoint is written and which ones stay."""
 
@@ -298,6 +305,7 @@ class Run:
     schedule: Schedule
     evaluate: Evaluate
     sample: Sample
+    diagnostics: Diagnostics
     checkpoint: Checkpoint
     parallel: Parallel
     track: Track

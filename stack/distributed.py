@@ -42,6 +42,12 @@ class Ranks:
         dist.all_reduce(total)
         return total.tolist()
 
+    def add(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, on the device of the run, becomes its sum over all ranks; returned as well."""
+        if self.world > 1:
+            dist.all_reduce(x)
+        return x
+
     def shared(self, x: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """``work(x)`` for work that treats the rows of ``x`` ``[n, …]`` alike, each rank a part of them.
 

@@ -1,27 +1,43 @@
-"""Validation: nats per token, bits per byte and the loss of every source over the whole held-out split."""
+"""Validation: nats per token and bits per byte of the whole held-out split, and of its parts.
+
+The targets of the split are parted four times: by source, by position, by length of document and by class of row. Each
+parting is complete, so its sums add up to those of the whole. Figures, beside ``loss`` and ``bits_per_byte``:
+
+``loss_SOURCE``, ``bits_per_byte_SOURCE``  where there is more than one source; bits where all of its text is measured
+``loss_at_0032_0063``                      of targets behind so many tokens of their own segment: the 33rd to 64th; a
+                                           segment starts anew at 0, wherever in the window it stands; 8 buckets
+``loss_length_0064_0255``                  of targets of documents of so many tokens, the ``<|endoftext|>`` counted
+``loss_class_rare``                        of targets whose row is of this class, :data:`stack.diagnostics.rows.CLASSES`
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from stack.data.batches import IGNORED, Batch, Windows
+from stack.diagnostics.rows import CLASSES
 from stack.distributed import Ranks
 from stack.model.attention import Segments
 from stack.model.transformer import Decoder
 
+POSITIONS = 8  # buckets of the window, as equal as they can be
+LENGTHS = (0, 64, 256, 1024, 4096)  # where the buckets of lengths begin; the last has no end
+
 
 @dataclass(frozen=True)
 class Validation:
-    """What one pass over the split found, by source."""
+    """What one pass over the split found, by source and by other partings."""
 
     nats: dict[str, float]  # sums over all targets
     num_targets: dict[str, int]
-    num_bytes: int | None  # of the UTF-8 text of the whole split, where every token of it is a target
+    num_bytes: Mapping[str, int] | None  # of the UTF-8 text by source, where every token of the split is a target
+    parts: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)  # nats and targets: at, length, class
 
     @property
     def loss(self) -> float:
@@ -31,15 +47,21 @@ class Validation:
     @property
     def bits_per_byte(self) -> float | None:
         """Independent of the vocabulary, so it compares tokenizers, too."""
-        return None if self.num_bytes is None else sum(self.nats.values()) / (math.log(2) * self.num_bytes)
+        if self.num_bytes is None:
+            return None
+        return sum(self.nats.values()) / (math.log(2) * sum(self.num_bytes.values()))
 
     def figures(self) -> dict[str, float]:
-        """``loss``, ``bits_per_byte`` where it means something, and ``loss_SOURCE`` where there is more than one."""
+        """By the names that the module gives; a part without a target has no figure."""
         found = {"loss": self.loss}
         if self.bits_per_byte is not None:
             found["bits_per_byte"] = self.bits_per_byte
         if len(self.nats) > 1:
             found |= {f"loss_{name}": self.nats[name] / n for name, n in self.num_targets.items() if n}
+            sizes = {name: n for name, n in (self.num_bytes or {}).items() if n}
+            found |= {f"bits_per_byte_{name}": self.nats[name] / (math.log(2) * n) for name, n in sizes.items()}
+        for kind, buckets in self.parts.items():
+            found |= {f"loss_{kind}_{label}": nats / n for label, (nats, n) in buckets.items() if n}
         return found
 
 
@@ -59,12 +81,13 @@ def to_device(batch: Batch, device: str) -> tuple[torch.Tensor, torch.Tensor, Se
 def validate(
     model: Decoder,
     windows: Windows,
-    num_bytes: int | None,
+    num_bytes: Mapping[str, int] | None,
     *,
     micro_batch: int,
     chunk_tokens: int,
     ranks: Ranks,
     device: str,
+    classes: np.ndarray | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Validation:
     """One pass over every window, shared among ranks; the loss is cross-entropy alone, without the z-loss.
@@ -72,15 +95,17 @@ def validate(
     Args:
         model: the decoder, not wrapped for ranks.
         windows: the validation split's.
-        num_bytes: UTF-8 bytes of the split's text, for bits per byte.
+        num_bytes: UTF-8 bytes of the split's text by source, for bits per byte.
         micro_batch: windows in one forward pass.
         chunk_tokens: tokens whose logits exist at one time.
         ranks: each takes every ``world``-th micro-batch; sums are added over them.
         device: where the model is.
+        classes: of every row, int64 [V], as :func:`stack.diagnostics.rows.classify` gives them.
         progress: hears after each micro-batch how many windows are done, of how many.
     """
-    sources = windows.split.sources
-    nats, counts = np.zeros(len(sources)), np.zeros(len(sources))
+    labels = {"source": windows.split.sources, "at": _positions(windows.window), "length": _lengths()}
+    labels |= {} if classes is None else {"class": CLASSES}
+    sums = {kind: np.zeros((2, len(names))) for kind, names in labels.items()}  # nats and targets
     for number, start in enumerate(range(0, windows.num_windows, micro_batch)):
         if number % ranks.world != ranks.rank:
             continue
@@ -88,22 +113,45 @@ def validate(
         ids, positions, segments, targets = to_device(batch, device)
         with model.uncompiled():
             losses = model.token_losses(ids, positions, segments, targets, chunk_tokens).double().cpu().numpy()
-        source = source_of_targets(windows, batch)
-        nats += np.bincount(source[source >= 0], losses[source >= 0], minlength=len(sources))
-        counts += np.bincount(source[source >= 0], minlength=len(sources))
+        supervised = batch.targets.numpy() != IGNORED
+        for kind, of in parting(windows, batch, classes).items():
+            size = len(labels[kind])
+            sums[kind][0] += np.bincount(of[supervised], losses[supervised], minlength=size)
+            sums[kind][1] += np.bincount(of[supervised], minlength=size)
         progress(start + len(batch.ids), windows.num_windows)
-    sums = ranks.sum(*nats, *counts)
-    return Validation(
-        dict(zip(sources, sums[: len(sources)], strict=True)),
-        {name: int(count) for name, count in zip(sources, sums[len(sources) :], strict=True)},
-        num_bytes,
-    )
+    whole = iter(ranks.sum(*(value for both in sums.values() for value in both.flat)))
+    found = {}
+    for kind, names in labels.items():
+        nats, counts = ([next(whole) for _ in names] for _ in range(2))
+        found[kind] = {name: (a, int(n)) for name, a, n in zip(names, nats, counts, strict=True)}
+    source = found.pop("source")
+    return Validation({k: a for k, (a, _) in source.items()}, {k: n for k, (_, n) in source.items()}, num_bytes, found)
 
 
-def source_of_targets(windows: Windows, batch: Batch) -> np.ndarray:
-    """The number of the source that every target is of, int64 ``[B, T]``; -1 where nothing is supervised."""
-    source = np.full(batch.ids.shape, -1)
+def parting(windows: Windows, batch: Batch, classes: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """The number of the bucket that every target is in, int64 ``[B, T]`` by kind; any where nothing is supervised."""
+    split = windows.split
+    document = np.zeros(batch.ids.shape, dtype=np.int64)
     for row, (documents, lengths) in enumerate(zip(batch.documents, batch.lengths, strict=True)):
-        source[row, : sum(lengths)] = np.repeat(windows.split.source_of[list(documents)], lengths)
-    source[batch.targets.numpy() == IGNORED] = -1
-    return source
+        document[row, : sum(lengths)] = np.repeat(documents, lengths)
+    found = {
+        "source": split.source_of[document],
+        "at": np.searchsorted(_edges(windows.window), batch.positions.numpy(), side="right") - 1,
+        "length": np.searchsorted(LENGTHS, split.lengths[document], side="right") - 1,
+    }
+    return found if classes is None else found | {"class": classes[batch.targets.numpy().clip(0)]}
+
+
+def _edges(window: int) -> list[int]:
+    """Where the buckets of positions begin, without those that are empty in a short window."""
+    return sorted({i * window // POSITIONS for i in range(POSITIONS)})
+
+
+def _positions(window: int) -> list[str]:
+    edges = [*_edges(window), window]
+    return [f"{begin:04}_{end - 1:04}" for begin, end in itertools.pairwise(edges)]
+
+
+def _lengths() -> list[str]:
+    ends = [f"{end - 1:04}" for end in LENGTHS[1:]] + ["up"]
+    return [f"{begin:04}_{end}" for begin, end in zip(LENGTHS, ends, strict=True)]

@@ -36,6 +36,7 @@ FREE = (
     "sample",
     "checkpoint",
     "evaluate",
+    "diagnostics",
     "train.micro_batch",
     "train.max_bad_steps",
     "data.workers",

@@ -18,6 +18,7 @@ from stack.config import FineTune, UserError, entry
 from stack.data.batches import Batches, Mixed, in_order
 from stack.data.packing import Packed, open_packed, pack
 from stack.diagnostics.memory import check_memory
+from stack.diagnostics.rows import classify
 from stack.distributed import Ranks, ranks
 from stack.model.transformer import Decoder
 from stack.optim import Optimizers
@@ -51,7 +52,8 @@ def run(config: FineTune) -> int:
         model = Decoder(base.model, words.vocab_size, seed=config.seed).to(device)
         # What growth did stands in the checkpoint; what is learnt from is held against it by the trainer.
         identity = checkpoint.read_manifest(Path(str(start.checkpoint))).identity | _made_of(packed)
-        return Trainer(config, model, split(config, base, packed, words), words, identity, here, display).run(start)
+        data = split(config, base, packed, words, growth)
+        return Trainer(config, model, data, words, identity, here, display).run(start)
 
 
 def _start(folder: Path, config: FineTune, here: Ranks, display: Display) -> run_folder.Start:
@@ -147,7 +149,7 @@ def _made_of(packed: Packed) -> dict[str, str]:
     return {"packed": packed.digest, "packed_folder": str(packed.folder)}
 
 
-def split(config: FineTune, base: Base, packed: Packed, words: Tokenizer) -> Split:
+def split(config: FineTune, base: Base, packed: Packed, words: Tokenizer, growth: Growth) -> Split:
     """The batches of training, the windows of validation, and the questions."""
     t, s, held_out = config.train, config.sft, packed.split("validation")
     settings = {"window": t.window, "global_batch": t.global_batch, "seed": config.seed, "pad_id": words.pad}
@@ -157,7 +159,8 @@ def split(config: FineTune, base: Base, packed: Packed, words: Tokenizer) -> Spl
     if s.replay:
         train = Mixed(train, Batches(_replayed(config, base).split("train"), **settings), s.replay)
     asked = tuple(answers.questions(config.chat, words, s.answers, base.model.context)) if s.answers else ()
-    return Split(train, in_order(held_out, t.window, words.pad), None, asked, s.answer_tokens, config.chat)
+    classes = classify(packed.counts(), words, growth.initialized)
+    return Split(train, in_order(held_out, t.window, words.pad), None, asked, s.answer_tokens, config.chat, classes)
 
 
 def _replayed(config: FineTune, base: Base) -> Packed:

@@ -10,6 +10,7 @@ from stack.config import Config, entry
 from stack.data.batches import Batches, in_order
 from stack.data.packing import Packed, open_packed, pack
 from stack.diagnostics.memory import check_memory
+from stack.diagnostics.rows import classify
 from stack.distributed import Ranks, ranks
 from stack.model.transformer import Decoder
 from stack.tracking import Display
@@ -56,7 +57,9 @@ def split(config: Config, packed: Packed, words: tokenizer.Tokenizer) -> Split:
     )
     if t.epochs is not None:
         train.end = max(1, round(t.epochs * train.num_windows))
-    return Split(train, in_order(held_out, t.window, words.pad), held_out.num_bytes)
+    num_bytes = {name: source["validation"]["bytes"] for name, source in packed.manifest["sources"].items()}
+    classes = classify(packed.counts(), words)
+    return Split(train, in_order(held_out, t.window, words.pad), num_bytes, classes=classes)
 
 
 def identity(config: Config, words: tokenizer.Tokenizer, packed: Packed) -> dict[str, str | None]:

@@ -26,6 +26,7 @@ from stack import answers, checkpoint, conversation, machine, parallel, run_fold
 from stack.answers import Question
 from stack.config import Conversations, Run, UserError
 from stack.data.batches import Batch, Batches, Windows
+from stack.diagnostics.rows import Rows
 from stack.distributed import Ranks
 from stack.evaluate import Validation, to_device, validate
 from stack.generate import Sampling, generate
@@ -45,6 +46,7 @@ class State:
     bad_in_a_row: int = 0
     last: dict[str, float] = field(default_factory=dict)  # the latest validation
     metrics_offset: int = 0
+    seen: str = ""  # the rows that were an input so far, a bit each in hex; see diagnostics/rows.py
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,11 @@ class Split:
 
     train: Batches
     validation: Windows
-    validation_bytes: int | None  # of its text, for bits per byte
+    validation_bytes: dict[str, int] | None  # of its text by source, for bits per byte
     questions: tuple[Question, ...] = ()  # held-out conversations to answer at every validation
     answer_tokens: int = 0  # the most tokens of such an answer
     chat: Conversations | None = None  # how they are judged
+    classes: np.ndarray | None = None  # of every row; see diagnostics/rows.py
 
 
 class Trainer:
@@ -100,6 +103,7 @@ class Trainer:
         self.loss = Loss(config.train.loss, config.train.chunk_tokens, config.train.z_loss)
         ns_dtype = torch.bfloat16 if machine.fast_bf16(self.device) else torch.float32
         self.optimizers = Optimizers(model, config.optim, ns_dtype=ns_dtype, ranks=ranks)
+        self.rows = Rows(model.table, self.optimizers, split.classes, ranks, config.diagnostics.rows_every)
         self.wrapped = parallel.wrap(model, ranks)
         self.state = State()
         self.steps = 0  # the end; fixed by prepare()
@@ -118,6 +122,7 @@ class Trainer:
         if count == 0:
             return StepResult(0.0, 0.0, 0, taken=False)
         losses = []
+        self.rows.watch(number, self.steps)
         for i, batch in enumerate(micro_batches):
             with parallel.unsynchronized(self.wrapped, last=i == len(micro_batches) - 1):
                 with self.autocast():
@@ -130,10 +135,12 @@ class Trainer:
         total_norm = get_total_norm([p.grad for p in parameters])
         norm = float(total_norm)
         taken = math.isfinite(loss) and math.isfinite(norm)
+        self.rows.before_update()
         if taken:
             if self.config.train.clip:
                 clip_grads_with_norm_(parameters, self.config.train.clip, total_norm)
             self.optimizers.step(number, factor)
+            self.rows.after_update()
         self.optimizers.zero_grad()
         return StepResult(loss, norm, count, taken)
 
@@ -166,6 +173,7 @@ class Trainer:
             checkpoint.load_weights_into(self.model, loaded.weights)
             self.optimizers.load_moments(loaded.moments)
             self.state = State(**loaded.state)
+            self.rows.load(self.state.seen)
             if start.branched:
                 self.state.metrics_offset, self.state.last = 0, {}
             self.display.show(f"going on from {start.checkpoint}: step {start.step} of {self.steps}")
@@ -279,6 +287,8 @@ class Trainer:
             factor = lr_factor(self.config.schedule, state.step, self.steps)
             result = self.step(state.step, batches, factor)
             self._account(result)
+            if result.taken:
+                self.rows.saw(batches)
             now = time.perf_counter()
             self._log(result, factor, now - started, waited)
             speed = (state.tokens - tokens_before) / (now - begun)
@@ -321,7 +331,7 @@ class Trainer:
         """Validation, samples and a checkpoint, each where it is due."""
         c, step = self.config, self.state.step
         end = step == self.steps
-        row: dict[str, Any] = {}
+        row: dict[str, Any] = self.rows.figures()
         if end or (c.evaluate.every and step % c.evaluate.every == 0):
             row |= self._validate()
         if end or (c.sample.every and step % c.sample.every == 0):
@@ -332,6 +342,7 @@ class Trainer:
         if row and self.metrics is not None:
             self.metrics.write({"step": step, "tokens": self.state.tokens} | row)
         if end or stopping or (c.checkpoint.every and step % c.checkpoint.every == 0):
+            self.state.seen = self.rows.state()
             self.ranks.on_main(lambda: self._save(row.get("eval/bits_per_byte", row.get("eval/loss"))))
 
     def _validate(self) -> dict[str, float]:
@@ -353,6 +364,7 @@ class Trainer:
                 self.split.validation_bytes,
                 micro_batch=c.evaluate.micro_batch,
                 chunk_tokens=c.train.chunk_tokens,
+                classes=self.split.classes,
                 ranks=self.ranks,
                 device=self.device,
                 progress=lambda done, of: self.display.wait(f"validation: window {done} of {of}"),

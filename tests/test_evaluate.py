@@ -1,6 +1,8 @@
 """Validation is a mean over tokens, in nats and in bits per byte, however it is cut into batches."""
 
+import itertools
 import math
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from stack import config
 from stack.data.batches import in_order
 from stack.data.packing import Split
+from stack.diagnostics.rows import CLASSES
 from stack.distributed import Ranks
 from stack.evaluate import Validation, validate
 from stack.model.transformer import Decoder
@@ -33,8 +36,9 @@ def split_of(*lengths):
     return Split("validation", inputs, np.array(starts), 0, (np.array(stream, dtype=np.uint16),), np.array([0]))
 
 
-def validation_of(model, windows, micro_batch=2, ranks=ALONE, num_bytes=100):
-    return validate(model, windows, num_bytes, micro_batch=micro_batch, chunk_tokens=7, ranks=ranks, device="cpu")
+def validation_of(model, windows, micro_batch=2, ranks=ALONE, num_bytes=None, classes=None):
+    settings = {"micro_batch": micro_batch, "chunk_tokens": 7, "ranks": ranks, "device": "cpu", "classes": classes}
+    return validate(model, windows, num_bytes, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +64,12 @@ def test_batches_of_unequal_size_are_not_averaged_as_equals():
 
 def test_bits_per_byte():
     """A model that gives each of 50 tokens 3 bits spends 150 bits on the 60 bytes, whatever a token is."""
-    found = Validation({"a": 20 * 3 * math.log(2), "b": 30 * 3 * math.log(2)}, {"a": 20, "b": 30}, 60)
+    found = Validation({"a": 20 * 3 * math.log(2), "b": 30 * 3 * math.log(2)}, {"a": 20, "b": 30}, {"a": 40, "b": 20})
     assert found.bits_per_byte == pytest.approx(2.5)
     assert found.loss == pytest.approx(3 * math.log(2))
-    assert set(found.figures()) == {"loss", "bits_per_byte", "loss_a", "loss_b"}
+    figures = found.figures()
+    assert set(figures) == {"loss", "bits_per_byte", "loss_a", "loss_b", "bits_per_byte_a", "bits_per_byte_b"}
+    assert (figures["bits_per_byte_a"], figures["bits_per_byte_b"]) == pytest.approx((1.5, 4.5))
     assert "bits_per_byte" not in Validation({"a": 1.0}, {"a": 1}, None).figures()
 
 
@@ -103,7 +109,7 @@ def test_equals_every_document_scored_alone(model):
 
 def test_micro_batches_change_nothing(model):
     windows = in_order(split_of(11, 3, 0, 15, 7, 1, 9, 9), 16, PAD)
-    found = [validation_of(model, windows, size) for size in (1, 2, 3, 100)]
+    found = [validation_of(model, windows, size, num_bytes={"text": 100}) for size in (1, 2, 3, 100)]
     assert len({v.num_targets["text"] for v in found}) == 1
     assert all(v.nats["text"] == pytest.approx(found[0].nats["text"], rel=1e-6) for v in found)
     assert found[0].bits_per_byte == pytest.approx(found[0].nats["text"] / (100 * math.log(2)))
@@ -130,3 +136,48 @@ def test_no_gradient_and_no_change(model):
     validation_of(model, in_order(split_of(5, 6), 16, PAD))
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters()) and torch.equal(state, torch.get_rng_state())
+
+
+def test_every_parting_is_complete_and_sums_what_it_names(model):
+    """Each bucket against documents scored alone, piece by piece; and all buckets of a kind are the whole."""
+    lengths = (11, 3, 0, 15, 70, 1, 9, 300, 62, 63, 64)
+    split, window = split_of(*lengths), 20
+    classes = np.random.default_rng(1).integers(0, len(CLASSES) - 1, ROWS)  # of the last one there is none
+    stream = split.ids(0, int(split.lengths.sum()) + 1).astype(np.int64)
+    wanted = {"at": Counter(), "length": Counter(), "class": Counter()}
+    numbers = {kind: Counter() for kind in wanted}
+    for start, length in zip(split.starts, split.lengths, strict=True):
+        for begin in range(0, int(length), window):
+            piece = torch.from_numpy(stream[start + begin : start + min(begin + window, length) + 1])
+            with torch.no_grad():
+                losses = F.cross_entropy(model.logits(piece[None, :-1])[0], piece[1:], reduction="none").tolist()
+            for position, (target, nats) in enumerate(zip(piece[1:].tolist(), losses, strict=True)):
+                at = next(i for i in reversed(range(8)) if position >= i * window // 8)
+                end = (at + 1) * window // 8 - 1
+                size = next(s for s in ("0000_0063", "0064_0255", "0256_1023") if length <= int(s[5:]))
+                labels = {
+                    "at": f"{at * window // 8:04}_{end:04}", "length": size, "class": CLASSES[classes[target]]
+                }  # fmt: skip
+                for kind, label in labels.items():
+                    wanted[kind][label] += nats
+                    numbers[kind][label] += 1
+    found = validation_of(model, in_order(split, window, PAD), micro_batch=3, classes=classes)
+    assert found.parts.keys() == wanted.keys()
+    for kind, buckets in found.parts.items():
+        assert sum(n for _, n in buckets.values()) == found.num_targets["text"] == len(stream) - 1
+        assert sum(nats for nats, _ in buckets.values()) == pytest.approx(found.nats["text"], rel=1e-12)
+        assert {label: n for label, (_, n) in buckets.items() if n} == numbers[kind]
+        for label, nats in wanted[kind].items():
+            assert buckets[label][0] == pytest.approx(nats, rel=1e-5)
+            mean = found.figures()[f"loss_{kind}_{label}"]
+            assert mean == buckets[label][0] / numbers[kind][label]
+    assert len(found.parts["at"]) == 8 and len(numbers["length"]) == 3 and len(numbers["class"]) == 5
+    assert len(found.figures()) == 1 + 8 + 3 + 5  # nothing of a bucket without a target
+
+
+@pytest.mark.parametrize("window", [2, 3, 7, 8, 9, 256, 2048])
+def test_positions_are_named_once_in_any_window(model, window):
+    found = validation_of(model, in_order(split_of(3), window, PAD)).parts["at"]
+    edges = [(int(label[:4]), int(label[5:])) for label in found]
+    assert edges[0][0] == 0 and edges[-1][1] == window - 1 and len(edges) == min(window, 8)
+    assert all(end + 1 == begin for (_, end), (begin, _) in itertools.pairwise(edges))

@@ -34,6 +34,7 @@ DECODER, ATTENTION = "tests/model/test_transformer.py", "tests/model/test_attent
 TOKENIZER, RUN = "tests/test_tokenizer.py", "tests/test_run_folder.py"
 CHECKPOINT, EVALUATE = "tests/test_checkpoint.py", "tests/test_evaluate.py"
 VOCABULARY, CONVERSATION = "tests/test_vocabulary.py", "tests/test_conversation.py"
+ROWS = "tests/test_rows.py"
 
 MUTANTS = [
     Mutant(
@@ -62,8 +63,8 @@ MUTANTS = [
     ),
     Mutant(
         "1", "validation as a mean of means", "stack/evaluate.py",
-        "counts += np.bincount(source[source >= 0], minlength=len(sources))",
-        "own = np.bincount(source[source >= 0], minlength=len(sources)); nats /= np.maximum(own, 1); counts += own > 0",
+        "sums[kind][1] += np.bincount(of[supervised], minlength=size)",
+        "n = np.bincount(of[supervised], minlength=size); sums[kind][0] /= np.maximum(n, 1); sums[kind][1] += n > 0",
         (EVALUATE,),
     ),
     Mutant(
@@ -107,6 +108,30 @@ MUTANTS = [
         "rows = F.embedding(ids, self.weight)",
         "rows = F.embedding(ids, self.weight.detach())",
         (DECODER,),
+    ),
+    Mutant(
+        "4", "the input path of one rank alone", "stack/diagnostics/rows.py",
+        "into = self.ranks.add(self._input)",
+        "into = self._input * self.ranks.world",
+        (ROWS,),
+    ),
+    Mutant(
+        "4", "the input path of the last micro-batch alone", "stack/diagnostics/rows.py",
+        "self._input.index_add_(0, ids",
+        "self._input.zero_().index_add_(0, ids",
+        (ROWS,),
+    ),
+    Mutant(
+        "4", "a look that leaves a trace", "stack/diagnostics/rows.py",
+        "return into, self.table.weight.grad - into",
+        "return into, self.table.weight.grad.sub_(into)",
+        (ROWS,),
+    ),
+    Mutant(
+        "1", "a part by the row that is read", "stack/evaluate.py",
+        "classes[batch.targets.numpy().clip(0)]",
+        "classes[batch.ids.numpy()]",
+        (EVALUATE,),
     ),
     Mutant(
         "5", "forget the moments", "stack/trainer.py",

@@ -96,12 +96,27 @@ def test_the_result_opens_in_transformers_and_answers_alike(root: Path) -> None:
     assert theirs.get_input_embeddings().weight.data_ptr() == theirs.get_output_embeddings().weight.data_ptr()
 
 
+def test_the_added_rows_are_watched(root: Path) -> None:
+    """Their share of the softmax rises; all classes together have all of it."""
+    looks = [row for row in tiny.rows(root / "runs/alone") if "rows/norm_p50" in row]
+    assert [row["step"] for row in looks] == [3, 6, 9, 12]
+    growth = checkpoint.read_manifest(root / "runs/alone/checkpoints/step-00000012").identity["growth"]
+    named = sum(not text.startswith("<|reserved_") for _, text in growth["added"])
+    for row in looks:
+        assert (row["rows/count_added"], row["rows/count_reserved"]) == (named, growth["new_rows"] - 320 - named)
+        masses = {key: value for key, value in row.items() if key.startswith("rows/mass_")}
+        assert masses["rows/mass_added"] > 0 and sum(masses.values()) == pytest.approx(1, abs=1e-5)
+        assert row["rows/grad_input_max_added"] > 0 == row["rows/grad_input_max_reserved"]
+    assert looks[-1]["rows/mass_added"] > looks[0]["rows/mass_added"]
+    assert "eval/loss_class_added" in looks[-1] and "eval/loss_class_reserved" not in looks[-1]
+
+
 def test_only_assistants_are_learnt(root: Path) -> None:
     """Decoded, the supervised targets of the packed conversations are the answers of the file, each ended."""
     c = configure(root, "name=alone")
     base = load_base(c.base, c.runs_dir)
-    words, _, packed = sft.stages(c, base, Ranks(), Display(False))
-    train = sft.split(c, base, packed, words).train
+    words, growth, packed = sft.stages(c, base, Ranks(), Display(False))
+    train = sft.split(c, base, packed, words, growth).train
     batch = train.batch(range(train.num_windows))
     learnt = words.decode(batch.targets[batch.targets != IGNORED].tolist())
     talks = [json.loads(line)["messages"] for line in (root / "talk.jsonl").read_text().splitlines()]
@@ -166,8 +181,8 @@ def test_fresh_moments_replay_and_another_optimizer(root: Path) -> None:
     assert loaded.moments == {}
     c = configure(root, "sft.replay=0.34")
     base = load_base(c.base, c.runs_dir)
-    words, _, packed = sft.stages(c, base, Ranks(), Display(False))
-    train = sft.split(c, base, packed, words).train
+    words, growth, packed = sft.stages(c, base, Ranks(), Display(False))
+    train = sft.split(c, base, packed, words, growth).train
     of_text = [int((train.windows_of(s) >= train.first.num_windows).sum()) for s in range(50)]
     assert sum(of_text) == int(150 * 0.34) and set(of_text) == {1, 2}
     job = tiny.sft(root, "name=other", "optim=adamw", log="other.log")

@@ -56,6 +56,7 @@ SETTINGS = (
     "train.steps=6",
     "schedule.warmup=2",
     "checkpoint.every=0",
+    "diagnostics.rows_every=3",
     "sample.prompts=[the cat]",
     "sample.tokens=4",
 )
@@ -173,6 +174,7 @@ CHAT = (
     "train.micro_batch=1",
     "train.steps=12",
     "checkpoint.every=4",
+    "diagnostics.rows_every=3",
     "evaluate.every=6",
     "sample.prompts=[say the cat]",
     "sample.tokens=4",
