@@ -322,6 +322,27 @@ class Config(Run):
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Machine:
+    """The machine that a plan is for, and what is assumed of it."""
+
+    name: str
+    device: Literal["cpu", "cuda", "mps"] | None  # null: what ``device`` says
+    memory_gb: Positive | None  # null: what is free here
+    tflops: Positive | None  # dense peak of its GEMMs; null: measured here
+    mfu: Annotated[float, Field(gt=0, le=1)]  # share of the peak that training gets, by 12 L d S
+    count: Count  # devices that share the work
+    price: NotNegative  # of one device, dollars an hour
+    packing_mb_s: Positive  # text that one process encodes
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Planned(Config):
+    """All of ``python -m stack.plan``."""
+
+    plan: Machine
+
+
+@dataclass(frozen=True, config=_STRICT)
 class FineTune(Run):
     """All of ``python -m stack.sft``."""
 
@@ -360,7 +381,7 @@ class Audit:
     runs_dir: str  # where a run is looked for by its name
 
 
-Schema = TypeVar("Schema", Config, FineTune, Chat, Audit)
+Schema = TypeVar("Schema", Config, Planned, FineTune, Chat, Audit)
 
 
 def plain(config: Any) -> dict[str, Any]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from stack.config import UserError
+
+STATUS = Path("/proc/self/status")  # Linux
 
 
 def choose_device(wanted: str) -> str:
@@ -93,7 +97,45 @@ def _reclaimable(level: Path) -> int:
 
 
 def peak_memory(device: str) -> int:
-    """Bytes at the highest point so far: allocated on the device, or resident in this process."""
+    """Bytes at the highest point so far: of tensors on the device, or resident in this process."""
     if device == "cuda":
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.memory_stats()["active_bytes.all.peak"]
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if os.uname().sysname == "Darwin" else 1024)
+
+
+@functools.cache
+def program_memory() -> int:
+    """Bytes resident at the first call, which is for the moment before a model is built; libraries' files apart.
+
+    Where Linux allows it the high-water mark starts anew, so that the making of data before does not count.
+    """
+    with suppress(OSError):  # no Linux, or not allowed: then what came before counts
+        Path("/proc/self/clear_refs").write_text("5")
+    return _status("RssAnon") if STATUS.exists() else 0
+
+
+def memory_figures(device: str) -> dict[str, float]:
+    """What training takes at its highest point, in GB, and what tells how well the allocator does.
+
+    ``peak_gb`` is what a plan speaks about. On a CPU: the resident high-water mark over :func:`program_memory`,
+    pages of files apart; ``process_peak_gb`` is all of it. On CUDA: active blocks; with ``reserved_gb``, what the
+    allocator holds of the device, and ``retries``, how often it had to give back all of its cache first.
+    """
+    if device == "cuda":
+        stats = torch.cuda.memory_stats()
+        return {
+            "peak_gb": stats["active_bytes.all.peak"] / 1e9,
+            "reserved_gb": stats["reserved_bytes.all.peak"] / 1e9,
+            "retries": stats["num_alloc_retries"],
+        }
+    whole = peak_memory(device) / 1e9
+    if not STATUS.exists():
+        return {"peak_gb": whole}
+    level = program_memory()
+    return {"peak_gb": max(0, _status("VmHWM") - _status("RssFile") - level) / 1e9, "process_peak_gb": whole}
+
+
+def _status(field: str) -> int:
+    """``VmHWM``, ``RssAnon`` or ``RssFile`` of this process, in bytes."""
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024

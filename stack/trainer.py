@@ -26,6 +26,7 @@ from stack import answers, checkpoint, conversation, machine, parallel, run_fold
 from stack.answers import Question
 from stack.config import Conversations, Run, UserError
 from stack.data.batches import Batch, Batches, Windows
+from stack.diagnostics import memory
 from stack.diagnostics.rows import Rows
 from stack.distributed import Ranks
 from stack.evaluate import Validation, to_device, validate
@@ -109,6 +110,10 @@ class Trainer:
         self.steps = 0  # the end; fixed by prepare()
         self.metrics: Metrics | None = None  # rank 0's
         self.signal = 0
+        t = config.train
+        rows = len(model.table.weight)
+        self.plan = memory.plan_memory(model.config, config, rows, self.device, min(t.micro_batch, t.global_batch))
+        self.measured: dict[str, int] = {}  # parts of the plan, by the dry step
 
     # ------------------------------------------------------------------------------------------------ one step
 
@@ -178,6 +183,7 @@ class Trainer:
                 self.state.metrics_offset, self.state.last = 0, {}
             self.display.show(f"going on from {start.checkpoint}: step {start.step} of {self.steps}")
         resolved = {"steps": self.steps, "device": self.device, "dtype": str(self.dtype), "identity": self.identity}
+        resolved["memory"] = {"planned": asdict(self.plan) | {"peak": self.plan.peak}, "measured": self.measured}
         self.ranks.on_main(lambda: run_folder.begin(self.folder, self.config, start, resolved, self.display.show))
 
     def _describe(self) -> str:
@@ -230,6 +236,8 @@ class Trainer:
         try:
             self.step(0, [one, one], 0.0)  # compiles, makes the moments, and accumulates on top of a gradient
             seconds = [self._timed([one] * count) for count in (1, 2)]
+            with self.autocast():
+                self.measured = memory.measure(self.model, self.optimizers.moments(), to_device(one, self.device))
         except torch.OutOfMemoryError as error:
             raise UserError(f"train.micro_batch={t.micro_batch} does not fit: {error}; lower it") from error
         with torch.no_grad():
@@ -441,7 +449,7 @@ class Trainer:
                 **{f"optim/lr_{group['name']}": group["peak_lr"] * factor for group in self.optimizers.groups()},
                 "throughput/tokens_per_s": result.tokens / seconds,
                 "throughput/waiting_share": waited / seconds,
-                "memory/peak_gb": machine.peak_memory(self.device) / 1e9,
+                **{f"memory/{key}": value for key, value in machine.memory_figures(self.device).items()},
                 "time/step_s": seconds,
                 "time/unix_s": time.time(),
             }
@@ -454,7 +462,7 @@ class Trainer:
                 _figures(self.state.last) if self.state.last else "no validation yet",
                 f"{speed:,.0f} tokens/s",
                 f"{waiting:.0%} waiting",
-                f"peak {machine.peak_memory(self.device) / 1e9:.2f} GB",
+                f"peak {machine.memory_figures(self.device)['peak_gb']:.2f} GB",
                 f"ETA {duration(left)}",
             ]
         )
@@ -467,6 +475,8 @@ class Trainer:
             f"{state.step} steps, {state.tokens:,} tokens, {state.skipped_steps} skipped, in {duration(seconds)}; "
             f"{_figures(last)}"
         )
+        peak = machine.memory_figures(self.device)["peak_gb"]
+        self.display.show(f"memory: planned {self.plan.peak / 1e9:.2f} GB, measured {peak:.2f} GB")
         self.display.show(f"checkpoint: {self.folder}/checkpoints/step-{state.step:08d}")
 
     @contextmanager

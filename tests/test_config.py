@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from stack import config
-from stack.config import CONF, Config, FineTune, UserError, plain, typed
+from stack.config import CONF, Config, FineTune, Planned, UserError, plain, typed
 
 
 def groups() -> list[str]:
@@ -70,7 +70,7 @@ def test_no_argument_is_the_laptop_and_stack_100m_is_the_real_run() -> None:
 def test_every_group_composes_and_validates(choice: str) -> None:
     group, name = choice.split("=")
     more = [f"{group}.files=[a.txt]"] if name == "none" and group in ("data", "chat") else []
-    schema, entry = (FineTune, "sft") if group == "chat" else (Config, "train")
+    schema, entry = {"chat": (FineTune, "sft"), "plan": (Planned, "plan")}.get(group, (Config, "train"))
     result = typed(composed(choice, *more, entry=entry), schema)
     assert isinstance(result, schema)
     assert typed(plain(result), schema) == result  # what config.yaml holds is the configuration

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from stack import machine
 from stack.config import UserError
+from stack.data.batches import Batch
 from stack.diagnostics import memory
+from stack.evaluate import to_device
+from stack.model.loss import linear_cross_entropy
+from stack.model.transformer import Decoder
 
 COMMON = ("tokenizer.vocab_size=4096", "model.head_dim=64", "model.context=512", "train.window=512", "optim=muon")
 SIZES = {
@@ -103,3 +110,65 @@ def test_parameters_and_moments_are_exact(tmp_path: Path) -> None:
         trainer.step(0, trainer.micro_batches(0), 1.0)
         assert plan.parameters == plan.gradients == sum(p.nbytes for p in trainer.model.parameters())
         assert plan.moments == sum(m.nbytes for m in trainer.optimizers.moments().values() if m.dim())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("qk_norm", ["true", "false"])
+def test_activations_are_those_that_a_whole_model_keeps(precision: str, qk_norm: str, tmp_path: Path) -> None:
+    """The plan counts one block and two on a few tokens; here three blocks keep what several segments need."""
+    more = (f"precision={precision}", f"model.qk_norm={qk_norm}", "model.layers=3", "train.window=64")
+    c = tiny.configure(*tiny.settings(tmp_path, *more))
+    plan = memory.plan_memory(c.model, c, 320, "cpu", 5)
+    model = Decoder(c.model, 320)
+    ids = torch.zeros(5, 64, dtype=torch.int64)
+    batch = Batch(ids, ids, torch.arange(64).expand(5, 64), ((64,), (20, 44), (1, 63), (64,), (30, 30)))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+        kept = memory.kept_bytes(model, *to_device(batch, "cpu")[:3])
+    assert kept == pytest.approx(plan.activations, rel=0.01)
+
+
+def test_counting_what_is_kept_keeps_nothing(tmp_path: Path) -> None:
+    """An output that is kept for its own backward pass must not keep itself alive."""
+    c = tiny.configure(*tiny.settings(tmp_path))
+    model, ids = Decoder(c.model, 320), torch.zeros(8, 64, dtype=torch.int64)
+    inputs = to_device(Batch(ids, ids, torch.arange(64).expand(8, 64), ((64,),) * 8), "cpu")[:3]
+    memory.kept_bytes(model, *inputs)
+    left, peak = live(lambda: memory.kept_bytes(model, *inputs))
+    assert left < 0.01 * peak
+
+
+@pytest.mark.parametrize("impl", ["full", "checkpoint", "fused"])
+@pytest.mark.parametrize(("precision", "z_loss", "softcap"), [
+    ("float32", 0.0, None), ("float32", 1e-4, None), ("float32", 0.0, 30.0), ("bf16", 1e-4, None),
+])  # fmt: skip
+def test_the_loss_takes_what_the_plan_says(
+    impl: str, precision: str, z_loss: float, softcap: float | None, tmp_path: Path
+) -> None:
+    tokens, rows, d = 512, 4096, 64
+    more = ("train.chunk_tokens=128", f"train.z_loss={z_loss}")
+    c = tiny.configure(*tiny.settings(tmp_path, *more))
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    hidden, weight = torch.randn(tokens, d, requires_grad=True), torch.randn(rows, d, requires_grad=True)
+    targets = torch.randint(rows, (tokens,))
+
+    def work() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+            more = {"chunk_tokens": 128, "z_loss": z_loss, "softcap": softcap}
+            loss = linear_cross_entropy(hidden, weight, targets, impl=impl, **more)
+        loss.backward()
+
+    work()  # makes the gradients, which are other parts
+    planned = memory.loss_memory(c.train, impl, tokens, rows, d, dtype, capped=softcap is not None)
+    assert live(work)[1] == pytest.approx(planned, rel=0.02)
+
+
+def live(work) -> tuple[int, int]:
+    """Bytes of what ``work()`` allocates: left at its end, and the most at one time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        work()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        found.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    moves = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
+    held = list(itertools.accumulate(size for _, size in moves))
+    return held[-1], max(held)

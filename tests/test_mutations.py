@@ -189,7 +189,7 @@ MUTANTS = [
     ),
     Mutant(
         "10", "softmax in the GEMM's dtype", "stack/model/loss.py",
-        "x = product.to(wide)",
+        "x = product if dtype == wide else wide_room[: len(some)].copy_(product)",
         "x = product.clone()",
         (LOSS,),
     ),

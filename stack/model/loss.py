@@ -184,11 +184,12 @@ def _walk(
         hidden_grad, weight_grad = torch.empty_like(h), torch.zeros_like(w, dtype=wide)
     # One buffer for the logits of every chunk, overwritten step by step: fresh pages cost a CPU as much as arithmetic.
     room = h.new_empty(min(chunk, len(h)), len(w))
+    wide_room = room if dtype == wide else torch.empty_like(room, dtype=wide)
     for start in range(0, len(h), chunk):
         part = slice(start, start + chunk)
         some, target = h[part], ids[part, None]
         product = torch.mm(some, w.t(), out=room[: len(some)])
-        x = product.to(wide)
+        x = product if dtype == wide else wide_room[: len(some)].copy_(product)
         if cap is not None:
             slope = 1 - x.div_(cap).tanh_().square()
             x.mul_(cap)

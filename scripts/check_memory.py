@@ -1,0 +1,139 @@
+"""The plan of memory against what training takes on a CPU: three sizes of at least 1 GB, each in fresh processes.
+
+    python scripts/check_memory.py             exit code 0: every part and every peak within 10 %
+
+Per size one process takes the dry step and four steps, and reads the kernel's high-water mark; another one takes a step
+under the profiler, which counts every tensor, but needs memory itself. Ids are random, windows are whole documents.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+import numpy as np
+import torch
+from hydra import compose, initialize_config_dir
+from torch.profiler import ProfilerActivity, profile
+
+from stack import config, machine
+from stack.data.batches import Batches
+from stack.data.packing import Split as TextSplit
+from stack.diagnostics import memory
+from stack.distributed import Ranks
+from stack.evaluate import to_device
+from stack.model.transformer import Decoder
+from stack.tracking import Display
+from stack.trainer import Split, Trainer
+
+COMMON = ("device=cpu", "precision=float32", "compile=off", "model.context=512", "train.window=512", "model.kv_heads=2")
+SIZES = {
+    "activations": (
+        "model.layers=6", "model.d=256", "model.heads=4", "model.ffn=704", "tokenizer.vocab_size=4096",
+        "train.micro_batch=8", "train.global_batch=16",
+    ),
+    "optimizer": (
+        "model.layers=12", "model.d=512", "model.heads=8", "model.ffn=1408", "tokenizer.vocab_size=32768",
+        "train.micro_batch=1", "train.global_batch=2", "train.chunk_tokens=512",
+    ),
+    "logits": (
+        "model.layers=2", "model.d=256", "model.heads=4", "model.ffn=704", "tokenizer.vocab_size=32768",
+        "train.micro_batch=4", "train.global_batch=8", "train.loss=full", "optim=adamw",
+    ),
+}  # fmt: skip
+
+
+def trainer_of(arguments: tuple[str, ...]) -> Trainer:
+    """A trainer on random ids, without tokenizer and files."""
+    with initialize_config_dir(config.CONF, version_base="1.3"):
+        c = config.typed(compose("train", overrides=[*COMMON, *arguments]))
+    import torch._dynamo  # noqa: F401  the optimizers import it: a part of the program
+
+    machine.program_memory()
+    t, rows = c.train, c.tokenizer.vocab_size
+    ids = np.random.default_rng(0).integers(2, rows, 4 * t.global_batch * (t.window + 1)).astype(np.uint16)
+    lengths = np.full(4 * t.global_batch, t.window)
+    text = TextSplit("train", lengths, np.arange(len(lengths)) * t.window, 1, (ids,), np.zeros(1, dtype=np.int64))
+    train = Batches(text, window=t.window, global_batch=t.global_batch, seed=0, pad_id=1)
+    model = Decoder(c.model, rows, seed=c.seed)
+    return Trainer(c, model, Split(train, train, 1), None, {}, Ranks(), Display(False))  # type: ignore[arg-type]
+
+
+def resident(arguments: tuple[str, ...], out: str) -> None:
+    """What the process takes beyond the program."""
+    trainer = trainer_of(arguments)
+    trainer.dry_step()
+    for step in range(4):
+        trainer.step(step, trainer.micro_batches(step), 1.0)
+    found = {"peak": machine.memory_figures("cpu")["peak_gb"] * 1e9}
+    inputs = to_device(trainer.micro_batches(0)[0], "cpu")
+    found |= memory.measure(trainer.model, trainer.optimizers.moments(), inputs)
+    trainer.wrapped(*inputs, trainer.loss).backward()
+    found["gradients"] = sum(p.grad.nbytes for p in trainer.model.parameters())
+    planned = asdict(trainer.plan) | {"tensors": trainer.plan.tensors, "peak": trainer.plan.peak}
+    Path(out).write_text(json.dumps([planned, found]))
+
+
+def tensors(arguments: tuple[str, ...], out: str) -> None:
+    """The most bytes of tensors that live at one time: in a step, and in its loss alone."""
+    trainer = trainer_of(arguments)
+    trainer.step(0, trainer.micro_batches(0)[:1], 0.0)  # makes the moments
+    standing = sum(x.nbytes for x in (*trainer.model.parameters(), *trainer.optimizers.moments().values()))
+    table, t = trainer.model.table, trainer.loss
+    batch = trainer.micro_batches(0)
+    hidden = torch.randn(*batch[0].ids.shape, table.weight.shape[1], requires_grad=True)
+    found = {"tensors": standing + live_peak(lambda: trainer.step(0, batch, 0.0))}
+
+    def loss() -> None:
+        table.loss(hidden, batch[0].targets, impl=t.impl, chunk_tokens=t.chunk_tokens, z_loss=t.z_loss).backward()
+
+    loss()  # makes the gradients, which are no part of it
+    found["loss"] = live_peak(loss)
+    Path(out).write_text(json.dumps(found))
+
+
+def live_peak(work) -> int:
+    """The most bytes that live at one time of what ``work()`` allocates on the CPU."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        work()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        found.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    moves = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
+    return int(max(np.cumsum([size for _, size in moves])))
+
+
+def main() -> int:
+    """Prints the table; 1 where something is off by more than 10 %."""
+    spawn, off = multiprocessing.get_context("spawn"), 0
+    print(f"{'size':<13}{'part':<13}{'planned':>11}{'measured':>11}{'ratio':>8}")
+    for name, arguments in SIZES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            out = [f"{folder}/resident", f"{folder}/tensors"]
+            for work, path in zip((resident, tensors), out, strict=True):
+                process = spawn.Process(target=work, args=(arguments, path))
+                process.start()
+                process.join()
+                if process.exitcode:
+                    return 1
+            planned, measured = json.loads(Path(out[0]).read_text())
+            measured |= json.loads(Path(out[1]).read_text())
+        for part in ("parameters", "gradients", "moments", "activations", "loss", "tensors", "peak"):
+            ratio = planned[part] / measured[part]
+            off += not 0.9 <= ratio <= 1.1
+            print(
+                f"{name:<13}{part:<13}{planned[part] / 1e9:8.3f} GB{measured[part] / 1e9:8.3f} GB{ratio:8.3f}",
+                flush=True,
+            )
+        off += measured["peak"] < 1e9
+    return int(off > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
