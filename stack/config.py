@@ -279,6 +279,10 @@ class Track:
 
     every: Count  # steps between two lines of metrics.jsonl
     progress: bool
+    mode: Literal["auto", "online", "offline", "disabled"]  # of wandb; metrics.jsonl is always written
+    project: str
+    entity: str | None  # user or team on the server; the key's own otherwise
+    stall_minutes: NotNegative  # without a step, before an alert; 0: never
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -12,10 +12,13 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+if TYPE_CHECKING:
+    from stack.wandb_run import WandbRun
 
 MEASURED = ("time/", "throughput/", "memory/")  # sections that two equal runs need not share
 
@@ -42,8 +45,7 @@ class Metrics:
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends one row. A number that is not finite is written as the string of it, as JSON has none."""
-        safe = {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in row.items()}
-        self._file.write(json.dumps(safe, allow_nan=False).encode() + b"\n")
+        self._file.write(json.dumps(_safe(row), allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def offset(self) -> int:
@@ -54,6 +56,59 @@ class Metrics:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def _safe(value: Any) -> Any:
+    """With every number that is not finite, at any depth, as the string of it."""
+    if isinstance(value, float):
+        return str(value) if value - value != 0 else value
+    if isinstance(value, dict):
+        return {key: _safe(entry) for key, entry in value.items()}
+    return [_safe(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+class Tracker:
+    """Where a run's rows go, on rank 0: ``metrics.jsonl`` first, which holds them whatever happens, then wandb.
+
+    Args:
+        metrics: the record.
+        wandb: the run beside it, where there is one.
+    """
+
+    def __init__(self, metrics: Metrics, wandb: WandbRun | None = None):
+        self._metrics, self._wandb = metrics, wandb
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends one row: ``step``, ``tokens`` and keys ``SECTION/NAME``.
+
+        A value is a number, a text, a list of either, or a histogram, ``{"counts": [n], "edges": [n + 1]}``.
+        """
+        if self._wandb is not None and self._wandb.failures:
+            row = row | {"time/tracking_failures": self._wandb.failures}
+        self._metrics.write(row)
+        if self._wandb is not None:
+            self._wandb.alive()
+            self._wandb.log(row)
+
+    def alive(self) -> None:
+        """There is progress, though nothing is written."""
+        if self._wandb is not None:
+            self._wandb.alive()
+
+    def alert(self, title: str, text: str, *, level: str = "WARN") -> None:
+        """Has wandb tell who follows the run; levels are INFO, WARN and ERROR."""
+        if self._wandb is not None:
+            self._wandb.alert(title, text, level)
+
+    def offset(self) -> int:
+        """Bytes of the record so far, safe on disk."""
+        return self._metrics.offset()
+
+    def close(self, exit_code: int) -> None:
+        """Ends both; wandb gets ``exit_code`` and what is left."""
+        self._metrics.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code)
 
 
 class Display:

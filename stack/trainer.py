@@ -32,7 +32,11 @@ from stack.generate import Sampling, generate
 from stack.model.transformer import Decoder, Loss
 from stack.optim import Optimizers, lr_factor
 from stack.tokenizer import Tokenizer
-from stack.tracking import Display, Metrics, duration
+from stack.tracking import Display, Metrics, Tracker, duration
+from stack.wandb_run import WandbRun
+
+
+BAD_STREAK = 3  # steps in a row that are not finite, before an alert
 
 
 @dataclass
@@ -103,7 +107,8 @@ class Trainer:
         self.wrapped = parallel.wrap(model, ranks)
         self.state = State()
         self.steps = 0  # the end; fixed by prepare()
-        self.metrics: Metrics | None = None  # rank 0's
+        self.resolved: dict[str, Any] = {}  # what is fixed from the settings, with every digest; by prepare()
+        self.metrics: Tracker | None = None  # rank 0's
         self.signal = 0
 
     # ------------------------------------------------------------------------------------------------ one step
@@ -169,8 +174,9 @@ class Trainer:
             if start.branched:
                 self.state.metrics_offset, self.state.last = 0, {}
             self.display.show(f"going on from {start.checkpoint}: step {start.step} of {self.steps}")
-        resolved = {"steps": self.steps, "device": self.device, "dtype": str(self.dtype), "identity": self.identity}
-        self.ranks.on_main(lambda: run_folder.begin(self.folder, self.config, start, resolved, self.display.show))
+        fixed = {"steps": self.steps, "device": self.device, "dtype": str(self.dtype), "identity": self.identity}
+        self.ranks.on_main(lambda: run_folder.begin(self.folder, self.config, start, fixed, self.display.show))
+        self.resolved = fixed
 
     def _describe(self) -> str:
         """One line about the shape of the run."""
@@ -253,18 +259,46 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------ the loop
 
-    def run(self, start: run_folder.Start) -> int:
-        """Trains to the end; returns the exit code: 0, or 128 + the signal that stopped it."""
+    def run(self, start: run_folder.Start, wandb: str = "disabled") -> int:
+        """Trains to the end; returns the exit code: 0, or 128 + the signal that stopped it.
+
+        ``wandb`` is the mode that :func:`stack.wandb_run.choose_mode` gave.
+        """
         self.prepare(start)
+        code, why = 1, "failed"
         try:
             with self._signals(), ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
                 if self.ranks.main:
-                    self.metrics = Metrics(self.folder, self.state.metrics_offset)
-                return self._loop(pool)
+                    self.metrics = self._tracker(wandb)
+                code = self._loop(pool)
+                why = f"stopped by signal {code - 128}" if code else "finished"
+                return code
+        except BaseException as error:
+            why = f"failed: {error}"
+            raise
         finally:
             self.display.stop()
             if self.metrics is not None:
-                self.metrics.close()
+                text = f"{self.config.name} {why} at step {self.state.step} of {self.steps}"
+                self.metrics.alert(why.split(":")[0], text, level="ERROR" if code == 1 else "INFO")
+                self.metrics.close(code)
+
+    def _tracker(self, wandb: str) -> Tracker:
+        """The record of this run; growth is its first row, where there was any."""
+        offset = self.state.metrics_offset
+        metrics = Metrics(self.folder, offset)
+        if wandb == "disabled":
+            tracker = Tracker(metrics)
+        else:
+            tracker = Tracker(
+                metrics, WandbRun(self.folder, wandb, self.config, self.resolved, offset, self.display.show)
+            )
+        if offset == 0 and "growth" in self.identity:
+            facts = {key: value for key, value in self.identity["growth"].items() if isinstance(value, int | float)}
+            facts |= self.identity["growth"]["counts"]
+            at = {"step": self.state.step, "tokens": self.state.tokens}
+            tracker.write(at | {f"growth/{key}": value for key, value in facts.items()})
+        return tracker
 
     def _loop(self, pool: ThreadPoolExecutor) -> int:
         state, begun = self.state, time.perf_counter()
@@ -309,6 +343,9 @@ class Trainer:
         state.skipped_steps += not result.taken
         # A step with nothing to learn is no sign of trouble.
         state.bad_in_a_row = 0 if result.taken else state.bad_in_a_row + (result.tokens > 0)
+        if state.bad_in_a_row == BAD_STREAK and self.metrics is not None:
+            bad = f"{BAD_STREAK} steps in a row are not finite: loss {result.loss}, norm {result.norm}"
+            self.metrics.alert("not finite", f"{self.config.name}: {bad} at step {state.step}")
         if state.bad_in_a_row >= limit:
             good = checkpoint.newest(self.folder / "checkpoints", self.display.show, owner=False)
             raise UserError(
@@ -417,7 +454,10 @@ class Trainer:
 
     def _log(self, result: StepResult, factor: float, seconds: float, waited: float) -> None:
         state = self.state
-        if self.metrics is None or (state.step % self.config.track.every and state.step != self.steps):
+        if self.metrics is None:
+            return
+        self.metrics.alive()
+        if state.step % self.config.track.every and state.step != self.steps:
             return
         self.metrics.write(
             {
