@@ -53,7 +53,8 @@ def run(config: FineTune) -> int:
         model = Decoder(base.model, words.vocab_size, seed=config.seed).to(device)
         # What growth did stands in the checkpoint; what is learnt from is held against it by the trainer.
         identity = checkpoint.read_manifest(Path(str(start.checkpoint))).identity | _made_of(packed)
-        return Trainer(config, model, split(config, base, packed, words), words, identity, here, display).run(start, mode)
+        trainer = Trainer(config, model, split(config, base, packed, words), words, identity, here, display)
+        return trainer.run(start, mode)
 
 
 def _start(folder: Path, config: FineTune, here: Ranks, display: Display) -> run_folder.Start:

@@ -35,7 +35,6 @@ from stack.tokenizer import Tokenizer
 from stack.tracking import Display, Metrics, Tracker, duration
 from stack.wandb_run import WandbRun
 
-
 BAD_STREAK = 3  # steps in a row that are not finite, before an alert
 
 
@@ -326,7 +325,7 @@ class Trainer:
                     "the same command goes on from here"
                 )
                 return 128 + stop
-        self._summary(time.perf_counter() - begun)
+        self._summary(time.perf_counter() - begun, state.tokens - tokens_before)
         return 0
 
     def _signal_of_any_rank(self) -> int:
@@ -475,27 +474,37 @@ class Trainer:
             }
         )
 
-    def _line(self, result: StepResult, speed: float, waiting: float, left: float) -> str:
-        return "  ".join(
-            [
-                f"loss {result.loss:.4f}",
-                _figures(self.state.last) if self.state.last else "no validation yet",
-                f"{speed:,.0f} tokens/s",
-                f"{waiting:.0%} waiting",
-                f"peak {machine.peak_memory(self.device) / 1e9:.2f} GB",
-                f"ETA {duration(left)}",
-            ]
-        )
+    def _line(self, result: StepResult, speed: float, waiting: float, left: float) -> list[str]:
+        """What there is to say, the most important first: a narrow window shows the beginning."""
+        return [
+            f"loss {result.loss:.4f}",
+            f"ETA {duration(left)}",
+            f"{speed:,.0f} tokens/s",
+            f"peak {machine.peak_memory(self.device) / 1e9:.2f} GB",
+            f"{waiting:.0%} waiting",
+            _figures(self.state.last) if self.state.last else "no validation yet",
+        ]
 
-    def _summary(self, seconds: float) -> None:
+    def _summary(self, seconds: float, tokens: int) -> None:
+        """The five figures that matter, each on a line that fits 40 columns, and where the result lies.
+
+        ``tokens`` were learnt in the ``seconds`` of this start.
+        """
         last, state = self.state.last, self.state
-        if not last:
-            return
-        self.display.show(
-            f"{state.step} steps, {state.tokens:,} tokens, {state.skipped_steps} skipped, in {duration(seconds)}; "
-            f"{_figures(last)}"
-        )
-        self.display.show(f"checkpoint: {self.folder}/checkpoints/step-{state.step:08d}")
+        best = "bits_per_byte" if "bits_per_byte" in last else "loss"
+        figures = {
+            best.replace("_", " ") if last else "loss": f"{last[best]:.4f}" if last else "not finite",
+            "tokens": f"{state.tokens:,}",
+            "tokens/s": f"{tokens / seconds:,.0f}",
+            "peak memory": f"{machine.peak_memory(self.device) / 1e9:.2f} GB",
+            "time": duration(seconds),
+        }
+        skipped = f", {state.skipped_steps} skipped" if state.skipped_steps else ""
+        self.display.stop()
+        self.display.show(f"finished: {state.step} steps{skipped}")
+        for name, value in figures.items():
+            self.display.show(f"  {name:<15} {value:>15}")
+        self.display.show(f"{self.folder}/checkpoints/step-{state.step:08d}")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
