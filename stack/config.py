@@ -344,7 +344,17 @@ class Chat:
     runs_dir: str  # where a run is looked for by its name
 
 
-Schema = TypeVar("Schema", Config, FineTune, Chat)
+@dataclass(frozen=True, config=_STRICT)
+class Dashboard:
+    """All of ``python -m stack.dashboard``."""
+
+    name: str
+    file: str  # where it is written when not online
+    group_by: tuple[str, ...]  # keys of the runs' configuration; runs with equal values are drawn as one
+    track: Track
+
+
+Schema = TypeVar("Schema", Config, FineTune, Chat, Dashboard)
 
 
 def plain(config: Any) -> dict[str, Any]:
@@ -400,7 +410,7 @@ def _keys_at(path: list[str], schema: type) -> list[str]:
     return list(node.get("properties", {}))
 
 
-def problems(c: Config | FineTune | Chat) -> list[str]:
+def problems(c: Config | FineTune | Chat | Dashboard) -> list[str]:
     """Every contradiction between settings that are each valid, one line each, naming the flag to change."""
     checks = []
     if isinstance(c, Config):

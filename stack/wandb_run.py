@@ -41,34 +41,43 @@ INFO, WARN, ERROR = "INFO", "WARN", "ERROR"
 
 
 def choose_mode(track: Track, folder: Path, show: Callable[[str], None]) -> str:
-    """What ``track.mode`` comes to here, ``online``, ``offline`` or ``disabled``; offline says so in one line.
+    """What ``track.mode`` comes to for a run, ``online``, ``offline`` or ``disabled``; offline says so in one line.
 
-    Asks for no key, whatever the terminal, and takes well under a second where none is there. To be called before
-    any work.
+    To be called before any work.
+
+    Raises:
+        UserError: as :func:`decide` does.
+    """
+    mode, why = decide(track, folder)
+    if mode == "offline":
+        show(f"wandb: offline, {why}: {folder}/wandb (look: wandb leet {folder}/wandb)")
+    return mode
+
+
+def decide(track: Track, folder: Path) -> tuple[str, str]:
+    """``online``, ``offline`` or ``disabled``, and why it is offline.
+
+    Asks for no key, whatever the terminal, and takes well under a second where none is there. From here on wandb
+    writes nothing outside of ``folder``.
 
     Raises:
         UserError: an online mode without a key; a key that cannot be one; a ``WANDB_MODE`` that wandb does not know.
     """
-    if track.mode == "disabled":
-        return "disabled"
     wanted = _wanted(track)
     if wanted == "disabled":
-        return "disabled"
+        return wanted, ""
     _stay_at_home(folder)
-    why = "as it is asked to be"
-    if wanted != "offline":
-        asked = "track.mode=online" if track.mode == "online" else f"WANDB_MODE={os.environ.get('WANDB_MODE')}"
-        key, host = _key_and_host()
-        if not key and wanted == "online":
-            raise UserError(
-                f"{asked}, but there is no key for {host}: set WANDB_API_KEY, or call `wandb login`; "
-                "or use track.mode=offline, and `wandb sync` later"
-            )
-        why = f"as there is no key for {host}" if not key else _unreachable(host) if wanted == "auto" else ""
-        if not why:
-            return "online"
-    show(f"wandb: offline, {why}: {folder}/wandb (look: wandb leet {folder}/wandb)")
-    return "offline"
+    if wanted == "offline":
+        return wanted, "as it is asked to be"
+    key, host = _key_and_host()
+    if not key and wanted == "online":
+        asked = "track.mode=online" if track.mode == "online" else f"WANDB_MODE={os.environ['WANDB_MODE']}"
+        raise UserError(
+            f"{asked}, but there is no key for {host}: set WANDB_API_KEY, or call `wandb login`; "
+            "or use track.mode=offline, and `wandb sync` later"
+        )
+    why = f"as there is no key for {host}" if not key else _unreachable(host) if wanted == "auto" else ""
+    return ("offline", why) if why else ("online", "")
 
 
 def _wanted(track: Track) -> str:
