@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -96,15 +97,16 @@ OPEN = ("eval", "train", "rows", "growth", "samples")
 
 def run(config: Dashboard) -> int:
     """The whole of ``stack.dashboard``; returns the exit code."""
-    file = Path(config.file)
-    mode, why = decide(config.track, file.parent)
     try:
         import wandb_workspaces  # noqa: F401  an extra
     except ImportError as error:
         raise UserError(f"{error}; install it with: pip install 'stack-100m[report]'") from error
-    if mode == "online":
-        print(_create(config))
-        return 0
+    with tempfile.TemporaryDirectory() as logs:
+        mode, why = decide(config.track, Path(logs))
+        if mode == "online":
+            print(_create(config))
+            return 0
+    file = Path(config.file)
     text = json.dumps(specification(workspace(config, config.track.entity or "")), indent=1, sort_keys=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text + "\n", encoding="utf-8")
