@@ -7,6 +7,7 @@ other sections are equal between a run that was stopped and one that was not.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -123,7 +124,8 @@ class Display:
     def __init__(self, on: bool, *, every_s: float = 10.0):
         self.on = on
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")
+            with contextlib.suppress(OSError):  # of a stream that cannot be flushed
+                sys.stdout.reconfigure(errors="backslashreplace")
         self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self.every_s = every_s
         self._live: Progress | None = None

@@ -11,6 +11,7 @@ A run keeps its id in ``runs/NAME/wandb.json``. Offline every start writes its o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -173,12 +174,14 @@ class WandbRun:
     def finish(self, exit_code: int) -> None:
         """Waits until everything is written, and uploaded where the run is online; at most about a minute."""
         self._exit_code = exit_code
-        self._hand(None)
-        self._thread.join(INIT_S + FINISH_S)
+        end = time.monotonic() + INIT_S + FINISH_S
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=INIT_S + FINISH_S)
+        self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
             self._failed("finish", f"not done after {INIT_S + FINISH_S:.0f} s")
 
-    def _hand(self, work: Callable[[Any], None] | None) -> None:
+    def _hand(self, work: Callable[[Any], None]) -> None:
         try:
             self._queue.put_nowait(work)
         except queue.Full:
@@ -217,6 +220,7 @@ class WandbRun:
                 return self._begin(wandb, "online")
             except Exception as error:
                 self._failed("online", f"{error}".splitlines()[0] + "; it goes on offline")
+                wandb.teardown()  # its service would mix the two runs of one id up, and write neither
         return self._begin(wandb, "offline")
 
     def _begin(self, wandb: Any, mode: str) -> wandb.Run:

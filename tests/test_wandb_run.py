@@ -170,7 +170,7 @@ def test_without_a_key_one_line_says_so_and_an_online_mode_ends_before_any_work(
     assert job.wait() == 2 and time.monotonic() - begin < 20
     (line,) = job.output().splitlines()
     assert line.startswith("error: track.mode=online, but there is no key for http") and "wandb login" in line
-    assert not (tmp_path / "data").exists() and not (tmp_path / "runs/online/wandb").exists()
+    assert not (tmp_path / "data").exists() and not list(tmp_path.rglob("*run-*"))
 
 
 def _at_a_terminal(terminal: str, root: str, arguments: list[str]) -> None:
@@ -186,7 +186,7 @@ def test_at_a_terminal_nothing_is_asked(tmp_path: Path) -> None:
     arguments = tiny.settings(tmp_path, "track.mode=online")
     job = tiny.Job(_at_a_terminal, os.ttyname(theirs), str(tmp_path), arguments, log=tmp_path / "log")
     try:
-        assert job.wait(timeout=30) == 2
+        assert job.wait(timeout=30) == 2, job.output()
         assert os.read(ours, 10_000).startswith(b"error: track.mode=online, but there is no key")
     finally:
         os.close(ours)
@@ -197,8 +197,8 @@ def test_killed_and_gone_on_the_record_is_whole_and_wandb_lacks_its_flush_interv
     more = ("track.mode=offline", "checkpoint.every=5", "evaluate.micro_batch=64", "sample.prompts=[]")
     run = tmp_path / "runs/killed"
     job = start(tmp_path, *more, "train.steps=100000", name="killed")
-    tiny.until(lambda: bool(list(run.glob("wandb/offline-run-*/*.wandb"))))
-    time.sleep(2.5 * wandb_run.FLUSH_S)
+    tiny.until(lambda: any(path.stat().st_size for path in run.glob("wandb/offline-run-*/*.wandb")))  # flushed once
+    time.sleep(1.5 * wandb_run.FLUSH_S)
     job.send_signal(signal.SIGKILL)
     killed = time.time()
     assert job.wait() == -signal.SIGKILL
@@ -218,8 +218,7 @@ def test_killed_and_gone_on_the_record_is_whole_and_wandb_lacks_its_flush_interv
     second = max(run.glob("wandb/offline-run-*"))
     assert second != first and second.name.rsplit("-", 1)[1] == first.name.rsplit("-", 1)[1]  # one id
     late = history(inspect(second))
-    assert_equal_rows = [row for row in rows(run) if row["step"] > begun]
-    assert late == assert_equal_rows
+    assert late == [row for row in rows(run) if row["step"] > begun]
     both = [row for row in early if row["step"] <= begun] + late
     lacking = [row for row in rows(run) if row not in both]
     assert all(row["time/unix_s"] > killed - wandb_run.FLUSH_S - 0.5 for row in lacking)
@@ -255,7 +254,7 @@ def test_a_host_that_does_not_answer_stops_nothing(root: Path, mode: str) -> Non
     run = root / "runs" / name
     said = [line for line in job.output().splitlines() if line.startswith("wandb:")]
     assert len(said) == 1
-    assert ("cannot be reached" if mode == "auto" else "online: Timed out") in said[0]
+    assert ("cannot be reached" if mode == "auto" else "it goes on offline") in said[0]
     (offline,) = run.glob("wandb/offline-run-*")
     assert_equal(run, history(inspect(offline)))
 
@@ -284,7 +283,6 @@ def test_modes(
     track = replace(tiny.configure(*tiny.settings(tmp_path)).track, mode=mode)
     for name in ("API_KEY", "MODE", "BASE_URL", "DATA_DIR", "CACHE_DIR", "ERROR_REPORTING"):
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
-        monkeypatch.setattr(os, "environ", os.environ)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "none"))
     for name, value in (("DATA_DIR", tmp_path), ("CACHE_DIR", tmp_path), ("ERROR_REPORTING", "false")):
@@ -374,9 +372,7 @@ def test_a_row_costs_the_training_less_than_a_millisecond(tmp_path: Path, monkey
     assert len(history(inspect(next(tmp_path.glob("wandb/offline-run-*"))))) == 300
 
 
-def test_a_folder_that_cannot_be_written_and_a_full_queue_stop_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_id_and_a_full_queue_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wandb.json").write_text("not JSON")
     monkeypatch.setattr(wandb_run, "WAITING", 2)
     tracker, run, said = run_of(tmp_path, monkeypatch)
