@@ -286,6 +286,10 @@ class Track:
 
     every: Count  # steps between two lines of metrics.jsonl
     progress: bool
+    mode: Literal["auto", "online", "offline", "disabled"]  # of wandb; metrics.jsonl is always written
+    project: str
+    entity: str | None  # user or team on the server; the key's own otherwise
+    stall_minutes: NotNegative  # without a step, before an alert; 0: never
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -381,7 +385,17 @@ class Audit:
     runs_dir: str  # where a run is looked for by its name
 
 
-Schema = TypeVar("Schema", Config, Planned, FineTune, Chat, Audit)
+@dataclass(frozen=True, config=_STRICT)
+class Dashboard:
+    """All of ``python -m stack.dashboard``."""
+
+    name: str
+    file: str  # where it is written when not online
+    group_by: tuple[str, ...]  # keys of the runs' configuration; runs with equal values are drawn as one
+    track: Track
+
+
+Schema = TypeVar("Schema", Config, Planned, FineTune, Chat, Audit, Dashboard)
 
 
 def plain(config: Any) -> dict[str, Any]:
@@ -437,7 +451,7 @@ def _keys_at(path: list[str], schema: type) -> list[str]:
     return list(node.get("properties", {}))
 
 
-def problems(c: Config | FineTune | Chat | Audit) -> list[str]:
+def problems(c: Config | FineTune | Chat | Audit | Dashboard) -> list[str]:
     """Every contradiction between settings that are each valid, one line each, naming the flag to change."""
     checks = []
     if isinstance(c, Config):

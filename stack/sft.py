@@ -26,6 +26,7 @@ from stack.tokenizer import Tokenizer
 from stack.tracking import Display
 from stack.trainer import Split, State, Trainer
 from stack.vocabulary import Growth
+from stack.wandb_run import choose_mode
 
 MEASURED = 64  # held-out conversations on which growth is measured
 
@@ -40,6 +41,7 @@ def run(config: FineTune) -> int:
         if start.finished:
             display.show(f"finished already: step {start.step} of {start.steps}; checkpoint: {start.checkpoint}")
             return 0
+        mode = "disabled" if config.sft.show else here.on_main(lambda: choose_mode(config.track, folder, display.show))
         base = load_base(config.base, config.runs_dir)
         words, growth, packed = stages(config, base, here, display)
         if config.sft.show:
@@ -53,7 +55,7 @@ def run(config: FineTune) -> int:
         # What growth did stands in the checkpoint; what is learnt from is held against it by the trainer.
         identity = checkpoint.read_manifest(Path(str(start.checkpoint))).identity | _made_of(packed)
         data = split(config, base, packed, words, growth)
-        return Trainer(config, model, data, words, identity, here, display).run(start)
+        return Trainer(config, model, data, words, identity, here, display).run(start, mode)
 
 
 def _start(folder: Path, config: FineTune, here: Ranks, display: Display) -> run_folder.Start:

@@ -15,6 +15,7 @@ from stack.distributed import Ranks, ranks
 from stack.model.transformer import Decoder
 from stack.tracking import Display
 from stack.trainer import Split, Trainer
+from stack.wandb_run import choose_mode
 
 
 def run(config: Config) -> int:
@@ -28,11 +29,12 @@ def run(config: Config) -> int:
         if start.finished:
             display.show(f"finished already: step {start.step} of {start.steps}; checkpoint: {start.checkpoint}")
             return 0
+        mode = here.on_main(lambda: choose_mode(config.track, folder, display.show))
         words, packed = stages(config, here, display)
         check_memory(config.model, config, words.vocab_size, device, display.show)
         model = Decoder(config.model, words.vocab_size, seed=config.seed).to(device)
         named = identity(config, words, packed)
-        return Trainer(config, model, split(config, packed, words), words, named, here, display).run(start)
+        return Trainer(config, model, split(config, packed, words), words, named, here, display).run(start, mode)
 
 
 def stages(config: Config, here: Ranks, display: Display) -> tuple[tokenizer.Tokenizer, Packed]:

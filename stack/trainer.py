@@ -34,7 +34,10 @@ from stack.generate import Sampling, generate
 from stack.model.transformer import Decoder, Loss
 from stack.optim import Optimizers, lr_factor
 from stack.tokenizer import Tokenizer
-from stack.tracking import Display, Metrics, duration
+from stack.tracking import Display, Metrics, Tracker, duration
+from stack.wandb_run import WandbRun
+
+BAD_STREAK = 3  # steps in a row that are not finite, before an alert
 
 
 @dataclass
@@ -108,7 +111,8 @@ class Trainer:
         self.wrapped = parallel.wrap(model, ranks)
         self.state = State()
         self.steps = 0  # the end; fixed by prepare()
-        self.metrics: Metrics | None = None  # rank 0's
+        self.resolved: dict[str, Any] = {}  # what is fixed from the settings, with every digest; by prepare()
+        self.metrics: Tracker | None = None  # rank 0's
         self.signal = 0
         t = config.train
         rows = len(model.table.weight)
@@ -182,9 +186,10 @@ class Trainer:
             if start.branched:
                 self.state.metrics_offset, self.state.last = 0, {}
             self.display.show(f"going on from {start.checkpoint}: step {start.step} of {self.steps}")
-        resolved = {"steps": self.steps, "device": self.device, "dtype": str(self.dtype), "identity": self.identity}
-        resolved["memory"] = {"planned": asdict(self.plan) | {"peak": self.plan.peak}, "measured": self.measured}
-        self.ranks.on_main(lambda: run_folder.begin(self.folder, self.config, start, resolved, self.display.show))
+        fixed = {"steps": self.steps, "device": self.device, "dtype": str(self.dtype), "identity": self.identity}
+        fixed["memory"] = {"planned": asdict(self.plan) | {"peak": self.plan.peak}, "measured": self.measured}
+        self.ranks.on_main(lambda: run_folder.begin(self.folder, self.config, start, fixed, self.display.show))
+        self.resolved = fixed
 
     def _describe(self) -> str:
         """One line about the shape of the run."""
@@ -269,18 +274,46 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------ the loop
 
-    def run(self, start: run_folder.Start) -> int:
-        """Trains to the end; returns the exit code: 0, or 128 + the signal that stopped it."""
+    def run(self, start: run_folder.Start, wandb: str = "disabled") -> int:
+        """Trains to the end; returns the exit code: 0, or 128 + the signal that stopped it.
+
+        ``wandb`` is the mode that :func:`stack.wandb_run.choose_mode` gave.
+        """
         self.prepare(start)
+        code, why = 1, "failed"
         try:
             with self._signals(), ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
                 if self.ranks.main:
-                    self.metrics = Metrics(self.folder, self.state.metrics_offset)
-                return self._loop(pool)
+                    self.metrics = self._tracker(wandb)
+                code = self._loop(pool)
+                why = f"stopped by signal {code - 128}" if code else "finished"
+                return code
+        except BaseException as error:
+            why = f"failed: {error}"
+            raise
         finally:
             self.display.stop()
             if self.metrics is not None:
-                self.metrics.close()
+                text = f"{self.config.name} {why} at step {self.state.step} of {self.steps}"
+                self.metrics.alert(why.split(":")[0], text, level="ERROR" if code == 1 else "INFO")
+                self.metrics.close(code)
+
+    def _tracker(self, wandb: str) -> Tracker:
+        """The record of this run; growth is its first row, where there was any."""
+        offset = self.state.metrics_offset
+        metrics = Metrics(self.folder, offset)
+        if wandb == "disabled":
+            tracker = Tracker(metrics)
+        else:
+            tracker = Tracker(
+                metrics, WandbRun(self.folder, wandb, self.config, self.resolved, offset, self.display.show)
+            )
+        if offset == 0 and "growth" in self.identity:
+            facts = {key: value for key, value in self.identity["growth"].items() if isinstance(value, int | float)}
+            facts |= self.identity["growth"]["counts"]
+            at = {"step": self.state.step, "tokens": self.state.tokens}
+            tracker.write(at | {f"growth/{key}": value for key, value in facts.items()})
+        return tracker
 
     def _loop(self, pool: ThreadPoolExecutor) -> int:
         state, begun = self.state, time.perf_counter()
@@ -310,7 +343,7 @@ class Trainer:
                     "the same command goes on from here"
                 )
                 return 128 + stop
-        self._summary(time.perf_counter() - begun)
+        self._summary(time.perf_counter() - begun, state.tokens - tokens_before)
         return 0
 
     def _signal_of_any_rank(self) -> int:
@@ -327,6 +360,9 @@ class Trainer:
         state.skipped_steps += not result.taken
         # A step with nothing to learn is no sign of trouble.
         state.bad_in_a_row = 0 if result.taken else state.bad_in_a_row + (result.tokens > 0)
+        if state.bad_in_a_row == BAD_STREAK and self.metrics is not None:
+            bad = f"{BAD_STREAK} steps in a row are not finite: loss {result.loss}, norm {result.norm}"
+            self.metrics.alert("not finite", f"{self.config.name}: {bad} at step {state.step}")
         if state.bad_in_a_row >= limit:
             good = checkpoint.newest(self.folder / "checkpoints", self.display.show, owner=False)
             raise UserError(
@@ -437,7 +473,10 @@ class Trainer:
 
     def _log(self, result: StepResult, factor: float, seconds: float, waited: float) -> None:
         state = self.state
-        if self.metrics is None or (state.step % self.config.track.every and state.step != self.steps):
+        if self.metrics is None:
+            return
+        self.metrics.alive()
+        if state.step % self.config.track.every and state.step != self.steps:
             return
         self.metrics.write(
             {
@@ -455,29 +494,39 @@ class Trainer:
             }
         )
 
-    def _line(self, result: StepResult, speed: float, waiting: float, left: float) -> str:
-        return "  ".join(
-            [
-                f"loss {result.loss:.4f}",
-                _figures(self.state.last) if self.state.last else "no validation yet",
-                f"{speed:,.0f} tokens/s",
-                f"{waiting:.0%} waiting",
-                f"peak {machine.memory_figures(self.device)['peak_gb']:.2f} GB",
-                f"ETA {duration(left)}",
-            ]
-        )
+    def _line(self, result: StepResult, speed: float, waiting: float, left: float) -> list[str]:
+        """What there is to say, the most important first: a narrow window shows the beginning."""
+        return [
+            f"loss {result.loss:.4f}",
+            f"ETA {duration(left)}",
+            f"{speed:,.0f} tokens/s",
+            f"peak {machine.memory_figures(self.device)['peak_gb']:.2f} GB",
+            f"{waiting:.0%} waiting",
+            _figures(self.state.last) if self.state.last else "no validation yet",
+        ]
 
-    def _summary(self, seconds: float) -> None:
+    def _summary(self, seconds: float, tokens: int) -> None:
+        """The five figures that matter, each on a line that fits 40 columns, and where the result lies.
+
+        ``tokens`` were learnt in the ``seconds`` of this start.
+        """
         last, state = self.state.last, self.state
-        if not last:
-            return
-        self.display.show(
-            f"{state.step} steps, {state.tokens:,} tokens, {state.skipped_steps} skipped, in {duration(seconds)}; "
-            f"{_figures(last)}"
-        )
+        best = "bits_per_byte" if "bits_per_byte" in last else "loss"
         peak = machine.memory_figures(self.device)["peak_gb"]
+        figures = {
+            best.replace("_", " ") if last else "loss": f"{last[best]:.4f}" if last else "not finite",
+            "tokens": f"{state.tokens:,}",
+            "tokens/s": f"{tokens / seconds:,.0f}",
+            "peak memory": f"{peak:.2f} GB",
+            "time": duration(seconds),
+        }
+        skipped = f", {state.skipped_steps} skipped" if state.skipped_steps else ""
+        self.display.stop()
+        self.display.show(f"finished: {state.step} steps{skipped}")
+        for name, value in figures.items():
+            self.display.show(f"  {name:<15} {value:>15}")
         self.display.show(f"memory: planned {self.plan.peak / 1e9:.2f} GB, measured {peak:.2f} GB")
-        self.display.show(f"checkpoint: {self.folder}/checkpoints/step-{state.step:08d}")
+        self.display.show(f"{self.folder}/checkpoints/step-{state.step:08d}")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

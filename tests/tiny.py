@@ -59,6 +59,7 @@ SETTINGS = (
     "diagnostics.rows_every=3",
     "sample.prompts=[the cat]",
     "sample.tokens=4",
+    "track.mode=disabled",
 )
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes: threads cost more than they bring at this size
 SERVER = multiprocessing.get_context("forkserver")
@@ -181,6 +182,7 @@ CHAT = (
     "sft.optimizer=continue",
     "sft.answers=3",
     "sft.answer_tokens=6",
+    "track.mode=disabled",
 )
 
 
