@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from stack import answers, checkpoint, conversation, machine, parallel, run_folder
+from stack import answers, checkpoint, conversation, machine, page, parallel, run_folder
 from stack.answers import Question
-from stack.config import Conversations, Run, UserError
+from stack.config import Conversations, Run, UserError, command
 from stack.data.batches import Batch, Batches, Windows
 from stack.distributed import Ranks
 from stack.evaluate import Validation, to_device, validate
@@ -170,6 +170,7 @@ class Trainer:
                 self.state.metrics_offset, self.state.last = 0, {}
             self.display.show(f"going on from {start.checkpoint}: step {start.step} of {self.steps}")
         resolved = {"steps": self.steps, "device": self.device, "dtype": str(self.dtype), "identity": self.identity}
+        resolved["command"] = command()
         self.ranks.on_main(lambda: run_folder.begin(self.folder, self.config, start, resolved, self.display.show))
 
     def _describe(self) -> str:
@@ -260,7 +261,10 @@ class Trainer:
             with self._signals(), ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
                 if self.ranks.main:
                     self.metrics = Metrics(self.folder, self.state.metrics_offset)
-                return self._loop(pool)
+                code = self._loop(pool)
+            if self.ranks.main and self.config.track.report:
+                self._report()
+            return code
         finally:
             self.display.stop()
             if self.metrics is not None:
@@ -456,6 +460,13 @@ class Trainer:
             f"{_figures(last)}"
         )
         self.display.show(f"checkpoint: {self.folder}/checkpoints/step-{state.step:08d}")
+
+    def _report(self) -> None:
+        """The page of the run. Whatever goes wrong with it, the run is saved and says so in one line."""
+        try:
+            self.display.show(f"page: {page.write([self.folder], self.folder / page.NAME)}")
+        except Exception as error:
+            self.display.show(f"no page: {error}")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

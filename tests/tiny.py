@@ -58,6 +58,7 @@ SETTINGS = (
     "checkpoint.every=0",
     "sample.prompts=[the cat]",
     "sample.tokens=4",
+    "track.report=false",
 )
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes: threads cost more than they bring at this size
 SERVER = multiprocessing.get_context("forkserver")
@@ -178,6 +179,7 @@ CHAT = (
     "sample.tokens=4",
     "sft.answers=3",
     "sft.answer_tokens=6",
+    "track.report=false",
 )
 
 
