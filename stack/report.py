@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stack import page
 from stack.config import Report, UserError, entry
+from stack.page import page
 
 
 def run(config: Report) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from stack import answers, checkpoint, conversation, machine, page, parallel, run_folder
+from stack import answers, checkpoint, conversation, machine, parallel, run_folder
 from stack.answers import Question
 from stack.config import Conversations, Run, UserError, command
 from stack.data.batches import Batch, Batches, Windows
@@ -31,6 +31,7 @@ from stack.evaluate import Validation, to_device, validate
 from stack.generate import Sampling, generate
 from stack.model.transformer import Decoder, Loss
 from stack.optim import Optimizers, lr_factor
+from stack.page import page
 from stack.tokenizer import Tokenizer
 from stack.tracking import Display, Metrics, duration
 

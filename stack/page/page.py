@@ -8,19 +8,32 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from stack import pictures, record, sections
-from stack.record import Record
-from stack.sections import Picture, Table
+from stack.page import facts, figures, learning, memory, pictures, record, rows
+from stack.page.parts import Picture, Section, Table
+from stack.page.record import Record
 
 NAME = "report.html"  # in a run's folder
 MOST_WARNINGS = 20
+
+SECTIONS: tuple[Callable[[Sequence[Record]], Section], ...] = (
+    facts.differences,
+    learning.quality,
+    learning.training,
+    memory.memory,
+    rows.table_rows,
+    rows.audit,
+    facts.growth,
+    facts.samples,
+    facts.settings,
+    facts.going_on,
+)
 
 
 def write(folders: Sequence[Path], out: Path) -> Path:
@@ -45,7 +58,7 @@ def write(folders: Sequence[Path], out: Path) -> Path:
 def html(runs: Sequence[Record]) -> str:
     """The page of one run, or of several side by side."""
     environment = Environment(
-        loader=PackageLoader("stack", "."),
+        loader=PackageLoader("stack.page", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -54,12 +67,13 @@ def html(runs: Sequence[Record]) -> str:
     environment.filters |= {"seen": seen, "titled": _titled, "swatch": _swatch}
     return environment.get_template("page.html").render(
         title=", ".join(seen(run.name) for run in runs),
-        facts=[line for run in runs for line in _facts(run, named=len(runs) > 1)],
-        runs=[{"folder": str(run.folder), "figures": sections.figures(run)} for run in runs],
+        facts=_facts(runs),
+        ended=_ended(runs[0]) if len(runs) == 1 else None,
+        runs=[{"folder": str(run.folder), "figures": figures.figures(run)} for run in runs],
         compared=_compared(runs),
-        main=sections.main_curve(runs),
+        main=learning.main_curve(runs),
         warnings=_warnings(runs),
-        sections=sections.all_of(runs),
+        sections=[section for make in SECTIONS if (section := make(runs))],
     )
 
 
@@ -84,12 +98,22 @@ def _swatch(colour: int) -> str:
     return f"background: var(--s{colour % pictures.COLOURS}); opacity: {0.55 if colour >= pictures.COLOURS else 1}"
 
 
-def _facts(run: Record, *, named: bool) -> list[str]:
-    """What the run is, in a line or two."""
+def _facts(runs: Sequence[Record]) -> list[str]:
+    """What the runs are: one line for all that are alike, with their names where there are several."""
+    alike: dict[str, list[str]] = {}
+    for run in runs:
+        alike.setdefault(_describe(run), []).append(run.name)
+    return [f"{', '.join(names)}: {line}" if len(alike) > 1 else line for line, names in alike.items()]
+
+
+def _describe(run: Record) -> str:
+    """What the run is, in a line."""
     config, parts = run.config, []
     if (sizes := run.parameters()) is not None:
         total, table = sizes
-        parts.append(f"{total:,} parameters, {table / total:.1%} of them in a table of {run.newest[1].num_rows:,} rows")
+        parts.append(
+            f"{total:,} parameters, {100 * table / total:.1f} % of them in a table of {run.newest[1].num_rows:,} rows"
+        )
     group = config.get("chat") or config.get("data") or {}
     if group:
         names = ", ".join(group.get("sources") or {}) if not group.get("files") else ""
@@ -98,17 +122,21 @@ def _facts(run: Record, *, named: bool) -> list[str]:
     if config.get("base"):
         parts.append(f"from {config['base']}")
     parts.append(f"{run.resolved.get('device', '')}, {str(run.resolved.get('dtype', '')).removeprefix('torch.')}")
-    if isinstance(when := run.last("time/unix_s"), int | float):
-        parts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(when)))
-    line = " · ".join(parts)
-    return [f"{run.name}: {line}" if named else line]
+    return " · ".join(parts)
+
+
+def _ended(run: Record) -> str | None:
+    """When the last step was."""
+    when = run.last("time/unix_s")
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(when)) if isinstance(when, int | float) else None
 
 
 def _compared(runs: Sequence[Record]) -> Table:
     """The five figures, one column a run."""
-    found = [{f"{f.name}, {f.unit}".removesuffix(", "): f.value for f in sections.figures(run)} for run in runs]
+    found = [{f"{f.name}, {f.unit}".removesuffix(", "): f.value for f in figures.figures(run)} for run in runs]
     names = dict.fromkeys(name for of_run in found for name in of_run)
     rows = [(name, *(of_run.get(name, "—") for of_run in found)) for name in names]
+    rows.append(("Last step", *(_ended(run) or "—" for run in runs)))
     return Table(("", *(run.name for run in runs)), rows)
 
 

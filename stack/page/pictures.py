@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 COLOURS = 6  # of series; from the seventh on they come again, dashed
 SMALL, WIDE, TALL = (360.0, 210.0), (760.0, 380.0), (360.0, 270.0)  # natural sizes, in px
-BINS = 160  # points that a long curve is drawn with
+BINS = 100  # points that a long curve is drawn with
 TEXT = 12.0  # size of every text, in px
 _CHARACTER = 6.3  # mean width of one at that size
 _DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
@@ -87,7 +87,7 @@ def thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return np.array([x[part].mean() for part in parts]), np.array(means), np.array(lows), np.array(highs)
 
 
-def curves(lines: Sequence[Line], size: tuple[float, float] = SMALL, *, zero: bool = False) -> str:
+def curves(lines: Sequence[Line], size: tuple[float, float] = SMALL, *, zero: bool = False, log: bool = False) -> str:
     """Curves over one axis, each labelled at its end where there are several. ``zero``: the axis begins at 0."""
     labelled = len(lines) > 1
     longest = max(len(line.label) for line in lines) if labelled else 0
@@ -95,11 +95,15 @@ def curves(lines: Sequence[Line], size: tuple[float, float] = SMALL, *, zero: bo
         for line in lines:
             _draw(ax, line)
         low, high = _range([v for line in lines for v in (line.y, *(b for band in line.bands for b in band))])
-        ax.set_ylim(0 if zero and low >= 0 else low - 0.04 * (high - low), high + 0.06 * (high - low))
+        if log:
+            ax.set_yscale("log")
+            ax.set_ylim(low / 1.3, high * 1.3)
+        else:
+            ax.set_ylim(0 if zero and low >= 0 else low - 0.04 * (high - low), high + 0.06 * (high - low))
         xs = np.concatenate([line.x for line in lines])
         ax.set_xlim(min(0.0, xs.min()) if xs.min() < 0.1 * xs.max() else xs.min(), xs.max() or 1.0)
         _scale(ax.xaxis, 4 if size[0] < 500 else 7)
-        _scale(ax.yaxis, 5)
+        _scale(ax.yaxis, 5, log=log)
         if labelled:
             _label_ends(ax, lines, size)
     return svg[0]
@@ -228,11 +232,12 @@ def _range(values: Sequence[np.ndarray]) -> tuple[float, float]:
     return (low, high) if high - low > 1e-9 * abs(high) else (low - room, high + room)
 
 
-def _scale(axis: Any, ticks: int, *, percent: bool = False) -> None:
+def _scale(axis: Any, ticks: int, *, percent: bool = False, log: bool = False) -> None:
     """Few round ticks with short labels."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_locator(LogLocator(numticks=ticks) if log else MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}" if percent else short(value)))
 
 

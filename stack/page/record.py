@@ -32,7 +32,7 @@ class AuditRow:
     occurrences: int | None  # in the packed data, where they are known
     norm: float
     indicator: float  # low: undertrained
-    nearest: str  # tokens of the nearest rows
+    nearest: str  # cosines and tokens of the nearest rows
 
 
 @dataclass(frozen=True)
@@ -175,30 +175,33 @@ def _read_checkpoints(record: Record) -> None:
 
 
 def _read_audit(record: Record) -> None:
-    """``audit.json``: ``{"rows": [{"id", "token", "occurrences", "norm", "indicator", "nearest"}, …]}``."""
+    """``audit.json`` as ``python -m stack.audit json=runs/NAME/audit.json`` writes it."""
     path = record.folder / "audit.json"
     if not path.exists():
         return
     try:
-        found = [_audit_row(row) for row in json.loads(path.read_bytes())["rows"]]
+        record.audit.extend(audit_rows(json.loads(path.read_bytes())))
     except (ValueError, TypeError, KeyError) as error:
         record.warnings.append(f"audit.json cannot be read ({error!r})")
-    else:
-        record.audit.extend(found)
 
 
-def _audit_row(row: dict[str, Any]) -> AuditRow:
-    near, known = row["nearest"], row["occurrences"]
-    if isinstance(near, list):
-        near = "  ".join(str(x["token"] if isinstance(x, dict) else x) for x in near)
-    return AuditRow(
-        int(row["id"]),
-        str(row["token"]),
-        None if known is None else int(known),
-        float(row["norm"]),
-        float(row["indicator"]),
-        str(near),
-    )
+def audit_rows(found: dict[str, Any]) -> list[AuditRow]:
+    """The rows of an audit, in its order: ``listed``, each with the value that ``indicator`` names."""
+    return [
+        AuditRow(
+            id=int(row["id"]),
+            token=_quoted(row["text"]),
+            occurrences=None if row["occurrences"] is None else int(row["occurrences"]),
+            norm=float(row["norm"]),
+            indicator=float(row[found["indicator"]]),
+            nearest="  ".join(f"{near['cosine']:.2f} {_quoted(near['text'])}" for near in row["nearest"]),
+        )
+        for row in found["listed"]
+    ]
+
+
+def _quoted(text: str | None) -> str:
+    return "(none)" if text is None else f'"{text}"'
 
 
 def _warn_of_values(record: Record) -> None:
