@@ -88,26 +88,24 @@ def quality(runs: Sequence[Record]) -> Section:
         key = f"eval/{base}"
         title, note = TITLES[key]
         named = [s for s in sources if f"{key}_{s}" in keys]
-        if named and len(runs) == 1:
-            by_source = [(s, runs[0].series(f"{key}_{s}")) for s in named]
-            add(section, curve(f"{title} by source", note, by_source))
+        if named and len(runs) == 1 and len(runs[0].series(key).step) > 1:
+            by_source = [*((s, runs[0].series(f"{key}_{s}")) for s in named), ("all", runs[0].series(key))]
+            add(section, curve(f"{title} by source", note, by_source, colours=[*range(len(named)), -1]))
+            continue
         add(section, curve(title, note, over(runs, key)))
         if named:
-            add(
-                section,
-                dots(runs, f"{title} by source", f"{note}, at the end", {s: f"{key}_{s}" for s in named}),
-            )
+            names = {s: f"{key}_{s}" for s in named}
+            add(section, dots(runs, f"{title} by source", f"{note}, at the end", names))
     for group, names in _groups_of_loss(keys, sources).items():
         title = GROUPS.get(group, f"Loss by {group}")
         add(section, dots(runs, title, "nats per token, at the end", names))
     for check, names in _checks(keys, sources).items():
-        add(
-            section,
-            dots(runs, f"Answers: {check}", "share of held-out conversations, at the end", names, unit=True),
-        )
-        if len(runs) == 1:
+        what = "share of held-out conversations"
+        if len(runs) == 1 and len(runs[0].series(next(iter(names.values()))).step) > 1:
             by_source = [(source, runs[0].series(key)) for source, key in names.items()]
-            add(section, curve(f"Answers: {check}", "share of held-out conversations", by_source, zero=True))
+            add(section, curve(f"Answers: {check}", what, by_source, zero=True))
+        else:
+            add(section, dots(runs, f"Answers: {check}", f"{what}, at the end", names, unit=True))
     return section
 
 
@@ -139,7 +137,7 @@ def _checks(keys: list[str], sources: list[str]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for key in keys:
         name = key.removeprefix("eval/")
-        source = next((s for s in sources if name.endswith(f"_{s}")), None)
+        source = max((s for s in sources if name.endswith(f"_{s}")), key=len, default=None)  # sort_numbers, not numbers
         check = name.removesuffix(f"_{source}")
         if source is not None and check not in ("loss", "bits_per_byte"):
             found.setdefault(check, {})[source] = key
@@ -150,4 +148,4 @@ def _sources(run: Record) -> list[str]:
     """The names that sources may have in this run's keys."""
     groups = [run.config.get(group) or {} for group in ("data", "chat")]
     named = [name for group in groups for name in (*(group.get("sources") or {}), "files", "hub")]
-    return sorted(dict.fromkeys(named), key=len, reverse=True)  # the longest first: sort_numbers before numbers
+    return list(dict.fromkeys(named))

@@ -25,12 +25,12 @@ MOST_WARNINGS = 20
 SECTIONS: tuple[Callable[[Sequence[Record]], Section], ...] = (
     facts.differences,
     learning.quality,
-    learning.training,
-    memory.memory,
+    facts.samples,
     rows.table_rows,
     rows.audit,
     facts.growth,
-    facts.samples,
+    learning.training,
+    memory.memory,
     facts.settings,
     facts.going_on,
 )
@@ -111,9 +111,7 @@ def _describe(run: Record) -> str:
     config, parts = run.config, []
     if (sizes := run.parameters()) is not None:
         total, table = sizes
-        parts.append(
-            f"{total:,} parameters, {100 * table / total:.1f} % of them in a table of {run.newest[1].num_rows:,} rows"
-        )
+        parts.append(f"{total:,} parameters, {100 * table / total:.1f} % in a table of {run.newest[1].num_rows:,} rows")
     group = config.get("chat") or config.get("data") or {}
     if group:
         names = ", ".join(group.get("sources") or {}) if not group.get("files") else ""

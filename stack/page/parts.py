@@ -41,6 +41,7 @@ class Table:
     words: int = 1
     title: str = ""
     folded: bool = False  # shown on demand
+    first: int = 0  # rows that are shown at once, the rest on demand; 0: all
 
 
 @dataclass(frozen=True)
@@ -122,16 +123,25 @@ def titled(key: str) -> tuple[str, str]:
 
 
 def curve(
-    title: str, note: str, found: Sequence[tuple[str, Series]], *, zero: bool = False, log: bool = False
+    title: str,
+    note: str,
+    found: Sequence[tuple[str, Series]],
+    *,
+    zero: bool = False,
+    log: bool = False,
+    colours: Sequence[int] | None = None,
 ) -> Picture | None:
     """Curves of several series over tokens; None where not one has two finite points.
 
     ``zero``: the axis begins at 0. ``log``: it is logarithmic where values of unlike size would hide each other.
+    ``colours``: of each series, where a colour stands for a name on more than one picture.
     """
-    kept = [(label, s) for label, s in found if np.isfinite(s.value).sum() >= 2]
-    if not kept:
+    numbered = zip(range(len(found)) if colours is None else colours, found, strict=True)
+    shown = [(colour, label, s) for colour, (label, s) in numbered if np.isfinite(s.value).sum() >= 2]
+    if not shown:
         return None
-    lines = [curve_line(label, s, i, band=len(kept) == 1) for i, (label, s) in enumerate(kept)]
+    kept = [(label, s) for _, label, s in shown]
+    lines = [curve_line(label, s, colour, band=len(kept) == 1) for colour, label, s in shown]
     seen = np.concatenate([s.value[np.isfinite(s.value)] for _, s in kept])
     log = log and seen.min() > 0 and seen.max() > 50 * seen.min()
     note = ", ".join(filter(None, (note, "over tokens", "logarithmic" if log else "")))
@@ -168,7 +178,7 @@ def over(runs: Sequence[Record], key: str, alone: str = "") -> list[tuple[str, S
 def dots(runs: Sequence[Record], title: str, note: str, names: dict[str, str], *, unit: bool = False) -> Picture:
     """The newest values of several keys as dots, one row a key."""
     values = [[finite(run.last(key)) for key in names.values()] for run in runs]
-    texts = [f"{v:.0%}" if unit else f"{v:.3f}" for v in values[0]]
+    texts = [f"{v * 100:.0f}\u202f%" if unit else f"{v:.3f}" for v in values[0]]
     rows = [(name, *(number(run.last(key)) for run in runs)) for name, key in names.items()]
     svg = pictures.dots(list(names), values, texts, unit=unit)
     head = ("", *(run.name for run in runs)) if len(runs) > 1 else ("", "value")

@@ -50,7 +50,7 @@ class Line:
     label: str
     x: np.ndarray
     y: np.ndarray
-    colour: int = 0
+    colour: int = 0  # -1: none of its own
     bands: tuple[tuple[np.ndarray, np.ndarray], ...] = ()  # lowest and highest, as long as ``x``; outer ones first
     dots: bool = False
 
@@ -115,7 +115,7 @@ def _draw(ax: Axes, line: Line) -> None:
         ax.fill_between(line.x, low, high, color=colour, alpha=0.17, linewidth=0, clip_on=False)
     alone = np.isfinite(line.y).sum() == 1
     if not line.dots or len(line.x) > 1:
-        style = _DASHES[line.colour // COLOURS % len(_DASHES)]
+        style = _DASHES[line.colour // COLOURS % len(_DASHES)]  # the last one where there is no colour
         ax.plot(line.x, line.y, color=colour, linewidth=1.6, linestyle=style, clip_on=False, solid_joinstyle="round")
     if line.dots or alone:
         few = len(line.x) <= 40
@@ -186,9 +186,9 @@ def stacks(names: Sequence[str], parts: Sequence[Sequence[tuple[int, float]]], t
         for row, bar, text in zip(rows, parts, texts, strict=True):
             at = 0.0
             for colour, length in bar:
-                face = _NAMES["muted"] if colour < 0 else _colour(colour)
-                ax.barh(row, length, left=at, height=0.62, color=face, edgecolor=_NAMES["page"], linewidth=1.0,
-                        alpha=0.55 if colour < 0 or colour >= COLOURS else 1.0)  # fmt: skip
+                pale = colour < 0 or colour >= COLOURS
+                ax.barh(row, length, left=at, height=0.62, color=_colour(colour), alpha=0.55 if pale else 1.0,
+                        edgecolor=_NAMES["page"], linewidth=1.0)  # fmt: skip
                 at += length
             ax.annotate(text, (at, row), (5, 0), textcoords="offset points", va="center_baseline", color=_NAMES["ink"])
         ax.set_yticks(rows, list(names))
@@ -220,7 +220,7 @@ def histograms(found: Sequence[Histogram]) -> str:
 
 
 def _colour(index: int) -> str:
-    return _NAMES[f"s{index % COLOURS}"]
+    return _NAMES["muted"] if index < 0 else _NAMES[f"s{index % COLOURS}"]
 
 
 def _range(values: Sequence[np.ndarray]) -> tuple[float, float]:
@@ -238,7 +238,7 @@ def _scale(axis: Any, ticks: int, *, percent: bool = False, log: bool = False) -
 
     axis.set_major_locator(LogLocator(numticks=ticks) if log else MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}" if percent else short(value)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.0f}\u202f%" if percent else short(value)))
 
 
 def short(value: float) -> str:
@@ -246,7 +246,7 @@ def short(value: float) -> str:
     for size, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size * 0.9999:
             return f"{value / size:.4g}{sign}"
-    return f"{value:.4g}"
+    return re.sub(r"e([-+])0?", r"e\1", f"{value:.4g}")
 
 
 def shortened(text: str, most: int) -> str:

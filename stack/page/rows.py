@@ -14,8 +14,8 @@ from stack.page.parts import Picture, Section, Table, add, curve, finite, number
 from stack.page.pictures import Histogram, Line
 from stack.page.record import AuditRow, Record
 
-CLASSES = ("all", "never", "rare", "frequent", "reserved", "control", "added")  # of rows of the table
-AUDITED = 100  # rows of the audit that are shown
+CLASSES = ("never", "rare", "frequent", "reserved", "control", "added")  # of rows of the table; each has its colour
+AUDITED, AT_ONCE = 100, 15  # rows of the audit that are shown, and so many of them at once
 LOOKS = {
     "norm": ("Norm of the rows", ""),
     "distance": ("Distance from the mean row", ""),
@@ -54,11 +54,14 @@ def table_rows(runs: Sequence[Record]) -> Section:
             add(section, _fan(runs[0], title, whole))
             classes = {name: found for name, found in classes.items() if name != "all"}
         if len(runs) == 1 and classes:
+            colours = [CLASSES.index(name) if name in CLASSES else -1 for name in classes]
+            if len(classes) == 1:
+                colours = [0]
             of_class = [("all rows" if name == "all" else name, runs[0].series(f"rows/{middle(found)}"))
                         for name, found in classes.items()]  # fmt: skip
             what = "median of each class" if any(50.0 in found and len(found) > 1 for found in classes.values()) else ""
             of = f"{title} by class" if len(of_class) > 1 and base in LOOKS and base != "mass" else title
-            add(section, curve(of, ", ".join(filter(None, (note, what))), of_class, log=True))
+            add(section, curve(of, ", ".join(filter(None, (note, what))), of_class, log=True, colours=colours))
         if len(runs) > 1 and whole:
             add(section, curve(title, note, over(runs, f"rows/{middle(whole)}"), log=True))
     for names, (title, note, labels) in TOGETHER.items():
@@ -89,7 +92,8 @@ def families_of(keys: list[str]) -> dict[str, dict[str, dict[float, str]]]:
             percent = STATISTICS[words.pop()]
         if key not in together and words[-1] != "nonfinite":
             found.setdefault("_".join(words), {}).setdefault(row_class, {})[percent] = key
-    return {base: classes for base, classes in found.items() if any(classes.values())}
+    order = [*(base for base in LOOKS if base in found), *(base for base in found if base not in LOOKS)]
+    return {base: found[base] for base in order}
 
 
 def middle(quantiles: dict[float, str]) -> str:
@@ -107,9 +111,9 @@ def _fan(run: Record, title: str, quantiles: dict[float, str]) -> Picture | None
     x, y, *_ = pictures.thin(at.tokens, at.value)
     pairs = [(q, 100 - q) for q in order if q < 50 and 100 - q in found]
     bands = tuple(tuple(pictures.thin(found[q].tokens, found[q].value)[1] for q in pair) for pair in pairs)
-    shades = ", ".join("least to largest" if low == 0 else f"{low:g} to {high:g} %" for low, high in pairs)
+    shades = ", ".join("least\u2013largest" if low == 0 else f"{low:g}\u2013{high:g}\u202f%" for low, high in pairs)
     svg = pictures.curves([Line("", x, y, 0, bands)])
-    return Picture(title, f"median of all rows, shades {shades}, over tokens", svg,
+    return Picture(title, f"median; shades: {shades}; over tokens", svg,
                    table_of([(f"{q:g} %", s) for q, s in found.items()]))  # fmt: skip
 
 
@@ -150,7 +154,7 @@ def audit(runs: Sequence[Record]) -> Section:
         shown = sorted(run.audit, key=lambda row: row.indicator)[:AUDITED]
         if shown:
             title = run.name if len(runs) > 1 else ""
-            section.tables.append(Table(head, list(map(_audited, shown)), words=3, title=title))
+            section.tables.append(Table(head, list(map(_audited, shown)), words=3, title=title, first=AT_ONCE))
     return section
 
 
