@@ -24,7 +24,7 @@ def growth(runs: Sequence[Record]) -> Section:
         suffix = f", {run.name}" if len(runs) > 1 else ""
         lists = {key: value for key, value in facts.items() if isinstance(value, list)}
         plain = [(key.replace("_", " "), number(value)) for key, value in flatten(facts).items() if key not in lists]
-        section.tables.append(Table(("", "value"), plain, title=f"Facts{suffix}"))
+        section.tables.append(Table(("", "value"), plain, words=2, title=f"Facts{suffix}"))
         for key, values in lists.items():
             rows = [_cells(value) for value in values]
             if rows:

@@ -221,7 +221,7 @@ def _warn_of_values(record: Record) -> None:
             record.warnings.append(f"{key} ended at {total:g}")
     waiting = record.series("throughput/waiting_share").value
     if waiting.size and (share := float(np.nanmedian(waiting))) > 0.05:
-        record.warnings.append(f"half of the steps waited for data more than {share:.0%} of their time")
+        record.warnings.append(f"half of the steps waited for data more than {share * 100:.0f} % of their time")
     if record.rows and record.step < record.steps:
         record.warnings.append(f"not finished: step {record.step:,} of {record.steps:,}")
 
