@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,7 +102,9 @@ def _plain(value: Any) -> str:
     """A setting as YAML would have it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return ", ".join(map(_plain, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value)) or "[]"
+    return str(value)
 
 
 def settings(runs: Sequence[Record]) -> Section:
@@ -131,12 +135,18 @@ def _metric(value: float | None) -> str:
     return "—" if value is None else f"{value:.4f}"
 
 
+def last_step(run: Record) -> str | None:
+    """When the last step was."""
+    when = run.last("time/unix_s")
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(when)) if isinstance(when, int | float) else None
+
+
 def _made_from(run: Record) -> dict[str, str]:
     identity = dict(run.resolved.get("identity") or {})
     identity.pop("growth", None)
-    rest = {key: value for key, value in run.resolved.items() if key not in ("identity", "command")}
-    found = flatten(identity) | flatten(rest)
-    return {key: _plain(value) for key, value in found.items() if value is not None and not key.startswith("memory.")}
+    rest = {key: value for key, value in run.resolved.items() if key not in ("identity", "command", "memory", "length")}
+    found = flatten(identity) | flatten(rest) | {"last step": last_step(run)}
+    return {key: _plain(value) for key, value in found.items() if value is not None}
 
 
 def going_on(runs: Sequence[Record]) -> Section:
@@ -156,8 +166,9 @@ def going_on(runs: Sequence[Record]) -> Section:
                 (f"Goes on: the same command that started the run{suffix}, with", f"name={run.name}")
             )
         if run.newest is not None:
-            talk = f".venv/bin/python -m stack.chat checkpoint={run.folder}"
+            talk = f".venv/bin/python -m stack.chat {shlex.quote(f'checkpoint={run.folder}')}"
             section.commands.append((f"Talks to{suffix or ' it'}:", talk))
     names = ",".join(str(run.folder) for run in runs)
-    section.commands.append(("Writes this page again:", f".venv/bin/python -m stack.report runs='[{names}]'"))
+    again = shlex.quote(f"runs=[{names}]")
+    section.commands.append(("Writes this page again:", f".venv/bin/python -m stack.report {again}"))
     return section

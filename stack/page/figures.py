@@ -44,7 +44,7 @@ def _quality(run: Record) -> Figure | None:
 def _seen(run: Record) -> Figure | None:
     if not run.rows:
         return None
-    return Figure("Tokens learnt", short(float(f"{run.tokens:.3g}")), "tokens", f"step {run.step:,} of {run.steps:,}")
+    return Figure("Learnt", short(float(f"{run.tokens:.3g}")), "tokens", f"step {run.step:,} of {run.steps:,}")
 
 
 def _time(run: Record) -> Figure | None:

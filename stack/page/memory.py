@@ -15,7 +15,7 @@ def memory(runs: Sequence[Record]) -> Section:
     """What was planned, part by part, beside what was measured."""
     section = Section("memory", "Memory")
     facts = [run.resolved.get("memory") or {} for run in runs]
-    if any(facts):
+    if any(found.get("planned") for found in facts):
         section.pictures.append(_plan_and_measured(runs, facts))
     for name in union(run.names("memory/") for run in runs):
         if not {run.last(name) for run in runs} <= {0, None}:

@@ -7,7 +7,6 @@ content security policy in the page forbids it to load or run anything, whatever
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def html(runs: Sequence[Record]) -> str:
     return environment.get_template("page.html").render(
         title=", ".join(seen(run.name) for run in runs),
         facts=_facts(runs),
-        ended=_ended(runs[0]) if len(runs) == 1 else None,
+        ended=facts.last_step(runs[0]) if len(runs) == 1 else None,
         runs=[{"folder": str(run.folder), "figures": figures.figures(run)} for run in runs],
         compared=_compared(runs),
         main=learning.main_curve(runs),
@@ -123,18 +122,11 @@ def _describe(run: Record) -> str:
     return " · ".join(parts)
 
 
-def _ended(run: Record) -> str | None:
-    """When the last step was."""
-    when = run.last("time/unix_s")
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(when)) if isinstance(when, int | float) else None
-
-
 def _compared(runs: Sequence[Record]) -> Table:
     """The five figures, one column a run."""
     found = [{f"{f.name}, {f.unit}".removesuffix(", "): f.value for f in figures.figures(run)} for run in runs]
     names = dict.fromkeys(name for of_run in found for name in of_run)
     rows = [(name, *(of_run.get(name, "—") for of_run in found)) for name in names]
-    rows.append(("Last step", *(_ended(run) or "—" for run in runs)))
     return Table(("", *(run.name for run in runs)), rows)
 
 

@@ -157,7 +157,7 @@ def dots(names: Sequence[str], values: Sequence[Sequence[float]], texts: Sequenc
 
     ``texts`` stand beside the dots of a single run. ``unit``: shares, on an axis from 0 to 1.
     """
-    height = 22.0 * len(names) + 34
+    height = (22.0 + 5 * (len(values) - 1)) * len(names) + 34
     left = 14 + _CHARACTER * min(22, max(map(len, names)))
     with _axes((360.0, height), left=left, right=46) as (ax, svg):
         rows = np.arange(len(names))[::-1]
@@ -168,7 +168,8 @@ def dots(names: Sequence[str], values: Sequence[Sequence[float]], texts: Sequenc
         ax.set_yticks(rows, [shortened(name, 22) for name in names])
         ax.grid(axis="y", color=_NAMES["grid"], linewidth=0.8)
         for run, of_run in enumerate(values):
-            ax.plot(of_run, rows, "o", color=_colour(run), markersize=8, markeredgecolor=_NAMES["page"],
+            beside = rows + 0.5 * ((len(values) - 1) / 2 - run) / max(2, len(values))  # equal values hide nobody
+            ax.plot(of_run, beside, "o", color=_colour(run), markersize=8, markeredgecolor=_NAMES["page"],
                     markeredgewidth=1.2, clip_on=False, zorder=3)  # fmt: skip
         if len(values) == 1:
             for row, value, text in zip(rows, values[0], texts, strict=True):

@@ -5,26 +5,21 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import page_runs
 import pytest
-from playwright.sync_api import BrowserContext, Page, sync_playwright
+from playwright.sync_api import BrowserContext, Page
 from test_page import EVIL
 
 from stack.page import page
 
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update",
-)  # fmt: skip
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import look_at_page
+
 VIEWS = [(width, scheme) for width in (380, 820, 1400) for scheme in ("light", "dark")]
-DRAWN = """() => [...document.querySelectorAll('figure')].map(figure => [...figure.querySelectorAll('svg')]
-    .map(svg => svg.getBoundingClientRect()).filter(box => box.width > 0 && box.height > 0)
-    .map(box => ({left: box.left, right: box.right, width: box.width, height: box.height})))"""
 INK = """() => [...document.querySelectorAll('figure svg')].filter(svg => svg.getBoundingClientRect().width > 0)
     .map(svg => [...svg.querySelectorAll('path, use, rect')].filter(mark => {
         const box = mark.getBoundingClientRect(), style = getComputedStyle(mark);
@@ -51,14 +46,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
-    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-    assert path, "no Chromium here: apt-get install chromium, or name one with CHROMIUM=PATH"
-    with sync_playwright() as playwright:
-        profile = tmp_path_factory.mktemp("profile")
-        context = playwright.chromium.launch_persistent_context(profile, executable_path=path, args=list(FLAGS))
+def browser() -> Iterator[BrowserContext]:
+    with look_at_page.chromium() as context:
         yield context
-        context.close()
 
 
 @pytest.fixture
@@ -85,7 +75,7 @@ def test_every_picture_is_drawn_and_readable(
     opened.emulate_media(color_scheme=scheme)
     opened.goto(pages[name].as_uri())
     assert opened.evaluate("document.documentElement.scrollWidth") <= width
-    drawn = opened.evaluate(DRAWN)
+    drawn = opened.evaluate(look_at_page.DRAWN)
     assert len(drawn) > 5
     for boxes in drawn:
         assert len(boxes) == 1, "one drawing of each picture is seen"
