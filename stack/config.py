@@ -12,6 +12,7 @@ import difflib
 import errno
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -290,6 +292,7 @@ class Track:
     project: str
     entity: str | None  # user or team on the server; the key's own otherwise
     stall_minutes: NotNegative  # without a step, before an alert; 0: never
+    report: bool  # write runs/NAME/report.html at the end
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -395,7 +398,16 @@ class Dashboard:
     track: Track
 
 
-Schema = TypeVar("Schema", Config, Planned, FineTune, Chat, Audit, Dashboard)
+@dataclass(frozen=True, config=_STRICT)
+class Report:
+    """All of ``python -m stack.report``."""
+
+    runs: Annotated[tuple[str, ...], Field(min_length=1)]  # names or folders; several stand side by side
+    out: str | None  # the page
+    runs_dir: str  # where a run is looked for by its name
+
+
+Schema = TypeVar("Schema", Config, Planned, FineTune, Chat, Audit, Dashboard, Report)
 
 
 def plain(config: Any) -> dict[str, Any]:
@@ -451,7 +463,7 @@ def _keys_at(path: list[str], schema: type) -> list[str]:
     return list(node.get("properties", {}))
 
 
-def problems(c: Config | FineTune | Chat | Audit | Dashboard) -> list[str]:
+def problems(c: Config | FineTune | Chat | Audit | Dashboard | Report) -> list[str]:
     """Every contradiction between settings that are each valid, one line each, naming the flag to change."""
     checks = []
     if isinstance(c, Config):
@@ -565,6 +577,25 @@ def entry(
         sys.exit(code)
 
     return main
+
+
+def command() -> str | None:
+    """The command line that started this process, to be given again; None where it is none of this program's.
+
+    ``resume=`` is left out: it went back once, and going on does not.
+    """
+    if not HydraConfig.initialized():
+        return None
+    given = [text.removeprefix("++") for text in HydraConfig.get().overrides.task]
+    name = HydraConfig.get().job.config_name
+    python = Path(sys.executable)
+    here = python.parent.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else Path()
+    start = [str(here / "python")]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        local, world = (int(os.environ[key]) for key in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+        nodes = [f"--nnodes={world // local}"] if world > local else []
+        start = [str(here / "torchrun"), *nodes, f"--nproc-per-node={local}"]
+    return shlex.join([*start, "-m", f"stack.{name}", *(text for text in given if not text.startswith("resume="))])
 
 
 def _left_to_us(argument: str) -> str:

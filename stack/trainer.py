@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from stack import answers, checkpoint, conversation, machine, parallel, run_folder
 from stack.answers import Question
-from stack.config import Conversations, Run, UserError
+from stack.config import Conversations, Run, UserError, command
 from stack.data.batches import Batch, Batches, Windows
 from stack.diagnostics import memory
 from stack.diagnostics.rows import Rows
@@ -33,6 +33,7 @@ from stack.evaluate import Validation, to_device, validate
 from stack.generate import Sampling, generate
 from stack.model.transformer import Decoder, Loss
 from stack.optim import Optimizers, lr_factor
+from stack.page import page
 from stack.tokenizer import Tokenizer
 from stack.tracking import Display, Metrics, Tracker, duration
 from stack.wandb_run import WandbRun
@@ -188,6 +189,7 @@ class Trainer:
             self.display.show(f"going on from {start.checkpoint}: step {start.step} of {self.steps}")
         fixed = {"steps": self.steps, "device": self.device, "dtype": str(self.dtype), "identity": self.identity}
         fixed["memory"] = {"planned": asdict(self.plan) | {"peak": self.plan.peak}, "measured": self.measured}
+        fixed["command"] = command()
         self.ranks.on_main(lambda: run_folder.begin(self.folder, self.config, start, fixed, self.display.show))
         self.resolved = fixed
 
@@ -287,7 +289,9 @@ class Trainer:
                     self.metrics = self._tracker(wandb)
                 code = self._loop(pool)
                 why = f"stopped by signal {code - 128}" if code else "finished"
-                return code
+            if self.ranks.main and self.config.track.report:
+                self._report()
+            return code
         except BaseException as error:
             why = f"failed: {error}"
             raise
@@ -527,6 +531,13 @@ class Trainer:
             self.display.show(f"  {name:<15} {value:>15}")
         self.display.show(f"memory: planned {self.plan.peak / 1e9:.2f} GB, measured {peak:.2f} GB")
         self.display.show(f"{self.folder}/checkpoints/step-{state.step:08d}")
+
+    def _report(self) -> None:
+        """The page of the run. Whatever goes wrong with it, the run is saved and says so in one line."""
+        try:
+            self.display.show(f"page: {page.write([self.folder], self.folder / page.NAME)}")
+        except Exception as error:
+            self.display.show(f"no page: {error}")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import pytest
 TESTS = Path(__file__).parent
 LAWS = (TESTS / "LAWS.md").read_text(encoding="utf-8")
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", LAWS)))
-NOT_RUN = {"slow", "mutation", "skip", "skipif", "xfail"}
+NOT_RUN = {"slow", "mutation", "browser", "skip", "skipif", "xfail"}
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED)

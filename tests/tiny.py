@@ -60,6 +60,7 @@ SETTINGS = (
     "sample.prompts=[the cat]",
     "sample.tokens=4",
     "track.mode=disabled",
+    "track.report=false",
 )
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes: threads cost more than they bring at this size
 SERVER = multiprocessing.get_context("forkserver")
@@ -183,6 +184,7 @@ CHAT = (
     "sft.answers=3",
     "sft.answer_tokens=6",
     "track.mode=disabled",
+    "track.report=false",
 )
 
 
