@@ -526,10 +526,10 @@ class Trainer:
         }
         skipped = f", {state.skipped_steps} skipped" if state.skipped_steps else ""
         self.display.stop()
+        self.display.show(f"memory: planned {self.plan.peak / 1e9:.2f} GB, measured {peak:.2f} GB")
         self.display.show(f"finished: {state.step} steps{skipped}")
         for name, value in figures.items():
             self.display.show(f"  {name:<15} {value:>15}")
-        self.display.show(f"memory: planned {self.plan.peak / 1e9:.2f} GB, measured {peak:.2f} GB")
         self.display.show(f"{self.folder}/checkpoints/step-{state.step:08d}")
 
     def _report(self) -> None:

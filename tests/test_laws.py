@@ -43,7 +43,7 @@ CASES = (
     "packed neighbours", "long items (documents)", "short split", "big ids", "alphabet", "control text (documents)",
     "small vocabularies", "names", "tied file", "contradicting file", "cut checkpoint", "disk full",
     "ranks and folders", "long items (conversations)", "control text (messages)", "stop", "mask border",
-    "odd conversations", "padded table", "optimizer built before growth", "histogram",
+    "odd conversations", "padded table", "optimizer built before growth", "histogram", "no key",
 )  # fmt: skip
 
 

@@ -108,7 +108,7 @@ def at_a_terminal(root: Path, columns: int, name: str, **env: str) -> bytes:
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     os.set_blocking(ours, False)
-    more = (f"name={name}", "train.steps=8", "evaluate.every=4", "checkpoint.keep=1")
+    more = (f"name={name}", "train.steps=60")  # long enough for the live line to be drawn within
     job = tiny.Job(_train_at, os.ttyname(theirs), tiny.settings(root, *more), log=root / f"{name}.log", env=env)
     written = b""
 
@@ -134,7 +134,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tracking")
 
 
-FIGURES = ("finished: 8 steps", "  bits per byte ", "  tokens ", "  tokens/s ", "  peak memory ", "  time ")
+FIGURES = ("finished: 60 steps", "  bits per byte ", "  tokens ", "  tokens/s ", "  peak memory ", "  time ")
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
@@ -151,32 +151,32 @@ def test_in_a_narrow_window_the_live_line_fits_and_the_end_stays(root: Path, env
         text = at_a_terminal(root, columns, name, **{"TERM": "xterm-256color", "COLORTERM": "", **env}).decode()
         assert "\x1b[?25l" in text and text.count("\x1b[?25h") == 1  # the cursor comes back
         begin = text.index("\x1b[?25l")
-        live = [line for line in re.split(r"[\r\n]+", text[begin:]) if re.match(r"\x1b\[2K.*\d+/8 ", line)]
+        live = [line for line in re.split(r"[\r\n]+", text[begin:]) if re.match(r"\x1b\[2K.*\d+/60 ", line)]
         assert live and [line for line in live if len(ESCAPE.sub("", line)) > columns] == []
         assert any("loss " in line and "ETA" in line for line in live)
         assert bool(re.search(r"\x1b\[[0-9;]*[39]\d", text)) == (colour and columns >= 80)  # the bar alone has any
         *figures, where = the_end(text)
         assert all(line.startswith(start) for line, start in zip(figures, FIGURES, strict=True))
-        assert all(len(line) <= 40 for line in figures) and where.endswith("checkpoints/step-00000008")
+        assert all(len(line) <= 40 for line in figures) and where.endswith("checkpoints/step-00000060")
 
 
 def test_a_dumb_terminal_gets_plain_lines(root: Path) -> None:
     text = at_a_terminal(root, 40, "dumb", TERM="dumb").decode()
-    assert "\x1b" not in text and "step 8/8  loss " in text
-    assert the_end(text)[0] == "finished: 8 steps"
+    assert "\x1b" not in text and "step 60/60  loss " in text
+    assert the_end(text)[0] == "finished: 60 steps"
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_a_log_file_has_no_escape_and_ends_with_the_figures(root: Path, encoding: str) -> None:
     name = f"file-{encoding}"
-    job = tiny.Job(_train_encoded, encoding, tiny.settings(root, f"name={name}", "train.steps=8"), log=root / name)
+    job = tiny.Job(_train_encoded, encoding, tiny.settings(root, f"name={name}", "train.steps=60"), log=root / name)
     assert job.wait() == 0, job.output()
     text = (root / name).read_text(encoding)
     assert "\x1b" not in text and "\r" not in text
     assert ("layers × 32" if encoding == "utf-8" else "layers \\xd7 32") in text
     *figures, where = the_end(text)
     assert all(line.startswith(start) for line, start in zip(figures, FIGURES, strict=True))
-    assert where == f"{root}/runs/{name}/checkpoints/step-00000008"
+    assert where == f"{root}/runs/{name}/checkpoints/step-00000060"
 
 
 def _train_encoded(encoding: str, arguments: list[str]) -> None:

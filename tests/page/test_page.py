@@ -107,7 +107,7 @@ def test_a_page_that_fails_costs_the_run_nothing(tmp_path: Path) -> None:
     blocked = tmp_path / "runs/tiny/report.html"
     (blocked / "in the way").mkdir(parents=True)
     job = tiny.train(tmp_path, "track.report=true", "train.steps=2")
-    assert job.wait() == 0 and "no page: " in job.output() and "checkpoint: " in job.output()
+    assert job.wait() == 0 and "no page: " in job.output() and "checkpoints/step-00000002" in job.output()
     arguments = tiny.settings(tmp_path, "track.report=true", "train.steps=3")
     job = tiny.Job(_without_matplotlib, arguments, "stack.train", log=tmp_path / "log2")
     assert job.wait() == 0 and "no page: pictures need matplotlib: pip install" in job.output()
