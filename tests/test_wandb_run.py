@@ -194,7 +194,13 @@ def test_at_a_terminal_nothing_is_asked(tmp_path: Path) -> None:
 
 
 def test_killed_and_gone_on_the_record_is_whole_and_wandb_lacks_its_flush_interval(tmp_path: Path) -> None:
-    more = ("track.mode=offline", "checkpoint.every=5", "evaluate.micro_batch=64", "sample.prompts=[]")
+    more = (
+        "track.mode=offline",
+        "checkpoint.every=5",
+        "evaluate.micro_batch=64",
+        "sample.prompts=[]",
+        "diagnostics.rows_every=0",
+    )
     run = tmp_path / "runs/killed"
     job = start(tmp_path, *more, "train.steps=100000", name="killed")
     tiny.until(lambda: any(f.stat().st_size > 10_000 for f in run.glob("wandb/offline-run-*/*.wandb")))  # some rows

@@ -83,7 +83,7 @@ def test_a_run_ends_with_its_page(trained: tuple[Path, str]) -> None:
     assert f"page: {folder}/report.html" in said
     text = (folder / "report.html").read_text()
     assert text == page_of(folder)  # the record is complete when the page is written
-    assert Parsed(text).sections() == ["samples", "training", "memory", "settings", "resume"]
+    assert Parsed(text).sections() == ["quality", "samples", "rows", "training", "memory", "settings", "resume"]
     assert not list(folder.glob(".*.partial"))
 
 
