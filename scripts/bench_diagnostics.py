@@ -2,12 +2,12 @@
 
     python scripts/bench_diagnostics.py [OVERRIDES]
 
-Two trainers of the laptop's configuration take the same steps in turns, one as it is configured by default and one with
-``OFF``; a step is what the training loop does for one, from its batch to its rows of metrics. A round is a step at
-which something is due and one at which nothing is, each of both trainers, in a drawn order. Prints the median over the
-rounds of on to off for both kinds of step, weighed as they come by default, in processor time and by the clock. The
-spread is the 5th to the 95th percentile of 2,000 draws of the rounds with replacement. Tokenizer and packed data are
-those of the quickstart, and are made where they are not there yet.
+Two trainers of the laptop's configuration take the same steps in turns, one as it is configured by default, with wandb
+offline, and one with ``OFF``; a step is what the training loop does for one, from its batch to its rows of metrics. A
+round is a step at which something is due and one at which nothing is, each of both trainers, in a drawn order. Prints
+the median over the rounds of on to off for both kinds of step, weighed as they come by default, in processor time and
+by the clock. The spread is the 5th to the 95th percentile of 2,000 draws of the rounds with replacement. Tokenizer and
+packed data are those of the quickstart, and are made where they are not there yet.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from stack.config import Config
 from stack.distributed import Ranks
 from stack.model.transformer import Decoder
 from stack.optim import lr_factor
-from stack.tracking import Display, Metrics
+from stack.tracking import Display
 from stack.trainer import Trainer
 
-OFF = ("diagnostics.rows_every=0",)
+OFF = ("diagnostics.rows_every=0", "track.mode=disabled")
 ROUNDS = 30
 TARGET = 1.02
 
@@ -50,7 +50,7 @@ def trainer(folder: str, *more: str) -> Trainer:
     made = Trainer(c, model, train.split(c, packed, words), words, named, here, display)
     run_folder.folder_of(c).mkdir(parents=True)
     made.prepare(run_folder.Start())
-    made.metrics = Metrics(made.folder, 0)
+    made.metrics = made._tracker(c.track.mode)
     return made
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     torch.set_num_threads(1)
     draw = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
-        both = trainer(folder, "name=off", *OFF), trainer(folder, "name=on")
+        both = trainer(folder, "name=off", *OFF), trainer(folder, "name=on", "track.mode=offline")
         every = both[1].config.diagnostics.rows_every
         for step in (0, every - 1):  # the first ones have memory to get
             turn(both[0], step), turn(both[1], step)
@@ -82,6 +82,8 @@ def main() -> None:
             for place in draw.permutation(4):
                 idle, on = divmod(int(place), 2)
                 seconds[number, idle, on] = turn(both[on], due - idle)
+        for each in both:
+            each.metrics.close(0)
         rows = (Path(folder) / "on/metrics.jsonl").read_text().splitlines()
         looks = [len(row) for row in rows if "rows/norm_p50" in row]
         assert len(looks) == ROUNDS + 1

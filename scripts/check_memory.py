@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from hydra import compose, initialize_config_dir
 from torch.profiler import ProfilerActivity, profile
 
 from stack import config, machine
+from stack.config import Config
 from stack.data.batches import Batches
 from stack.data.packing import Split as TextSplit
 from stack.diagnostics import memory
@@ -50,19 +52,24 @@ SIZES = {
 
 
 def trainer_of(arguments: tuple[str, ...]) -> Trainer:
-    """A trainer on random ids, without tokenizer and files."""
+    """A trainer of these settings, in a process that counts from here on."""
     with initialize_config_dir(config.CONF, version_base="1.3"):
         c = config.typed(compose("train", overrides=[*COMMON, *arguments]))
     import torch._dynamo  # noqa: F401  the optimizers import it: a part of the program
 
     machine.program_memory()
+    return bare_trainer(c)
+
+
+def bare_trainer(c: Config) -> Trainer:
+    """A trainer of any size on random ids, without tokenizer and files; every window is one whole segment."""
     t, rows = c.train, c.tokenizer.vocab_size
     ids = np.random.default_rng(0).integers(2, rows, 4 * t.global_batch * (t.window + 1)).astype(np.uint16)
     lengths = np.full(4 * t.global_batch, t.window)
     text = TextSplit("train", lengths, np.arange(len(lengths)) * t.window, 1, (ids,), np.zeros(1, dtype=np.int64))
     train = Batches(text, window=t.window, global_batch=t.global_batch, seed=0, pad_id=1)
     model = Decoder(c.model, rows, seed=c.seed)
-    return Trainer(c, model, Split(train, train, 1), None, {}, Ranks(), Display(False))  # type: ignore[arg-type]
+    return Trainer(c, model, Split(train, train, None), None, {}, Ranks(), Display(False))  # type: ignore[arg-type]
 
 
 def resident(arguments: tuple[str, ...], out: str) -> None:
@@ -88,25 +95,26 @@ def tensors(arguments: tuple[str, ...], out: str) -> None:
     table, t = trainer.model.table, trainer.loss
     batch = trainer.micro_batches(0)
     hidden = torch.randn(*batch[0].ids.shape, table.weight.shape[1], requires_grad=True)
-    found = {"tensors": standing + live_peak(lambda: trainer.step(0, batch, 0.0))}
+    found = {"tensors": standing + live(lambda: trainer.step(0, batch, 0.0))[1]}
 
     def loss() -> None:
         table.loss(hidden, batch[0].targets, impl=t.impl, chunk_tokens=t.chunk_tokens, z_loss=t.z_loss).backward()
 
     loss()  # makes the gradients, which are no part of it
-    found["loss"] = live_peak(loss)
+    found["loss"] = live(loss)[1]
     Path(out).write_text(json.dumps(found))
 
 
-def live_peak(work) -> int:
-    """The most bytes that live at one time of what ``work()`` allocates on the CPU."""
+def live(work: Callable[[], object]) -> tuple[int, int]:
+    """Bytes of what ``work()`` allocates on the CPU: left at its end, and the most at one time."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         work()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         found.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
     moves = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
-    return int(max(np.cumsum([size for _, size in moves])))
+    held = np.cumsum([size for _, size in moves]).tolist()
+    return held[-1], max(held)
 
 
 def main() -> int:

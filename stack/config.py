@@ -234,12 +234,17 @@ class Train:
     epochs: Positive | None
     window: Annotated[int, Field(ge=2)]  # tokens
     global_batch: Count  # windows in a step, over all ranks
-    micro_batch: Count  # windows in one forward pass of one rank
+    micro_batch: Count  # the most windows in one forward pass of one rank
     clip: NotNegative  # largest gradient norm; 0: no clipping
     z_loss: NotNegative
     loss: Literal["full", "checkpoint", "fused"]
     chunk_tokens: Count
     max_bad_steps: Count
+
+    @property
+    def largest_forward(self) -> int:
+        """The windows of the largest forward pass: a batch may have fewer than ``micro_batch``."""
+        return min(self.micro_batch, self.global_batch)
 
 
 @dataclass(frozen=True, config=_STRICT)

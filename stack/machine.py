@@ -111,7 +111,7 @@ def program_memory() -> int:
     """
     with suppress(OSError):  # no Linux, or not allowed: then what came before counts
         Path("/proc/self/clear_refs").write_text("5")
-    return _status("RssAnon") if STATUS.exists() else 0
+    return _status()["RssAnon"] if STATUS.exists() else 0
 
 
 def memory_figures(device: str) -> dict[str, float]:
@@ -131,11 +131,11 @@ def memory_figures(device: str) -> dict[str, float]:
     whole = peak_memory(device) / 1e9
     if not STATUS.exists():
         return {"peak_gb": whole}
-    level = program_memory()
-    return {"peak_gb": max(0, _status("VmHWM") - _status("RssFile") - level) / 1e9, "process_peak_gb": whole}
+    level, now = program_memory(), _status()
+    return {"peak_gb": max(0, now["VmHWM"] - now["RssFile"] - level) / 1e9, "process_peak_gb": whole}
 
 
-def _status(field: str) -> int:
-    """``VmHWM``, ``RssAnon`` or ``RssFile`` of this process, in bytes."""
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
+def _status() -> dict[str, int]:
+    """``VmHWM``, ``RssAnon``, ``RssFile`` … of this process, in bytes."""
+    lines = (line.split() for line in STATUS.read_text().splitlines() if line.endswith(" kB"))
+    return {name.rstrip(":"): int(size) * 1024 for name, size, _ in lines}

@@ -115,9 +115,8 @@ class Trainer:
         self.resolved: dict[str, Any] = {}  # what is fixed from the settings, with every digest; by prepare()
         self.metrics: Tracker | None = None  # rank 0's
         self.signal = 0
-        t = config.train
-        rows = len(model.table.weight)
-        self.plan = memory.plan_memory(model.config, config, rows, self.device, min(t.micro_batch, t.global_batch))
+        rows, windows = len(model.table.weight), config.train.largest_forward
+        self.plan = memory.plan_memory(model.config, config, rows, self.device, windows)
         self.measured: dict[str, int] = {}  # parts of the plan, by the dry step
 
     # ------------------------------------------------------------------------------------------------ one step
@@ -479,8 +478,8 @@ class Trainer:
         state = self.state
         if self.metrics is None:
             return
-        self.metrics.alive()
         if state.step % self.config.track.every and state.step != self.steps:
+            self.metrics.alive()
             return
         self.metrics.write(
             {

@@ -37,8 +37,6 @@ INIT_S = 30.0  # for it to make the run; offline after that
 FINISH_S = 60.0  # for what is left to be uploaded at the end
 WAITING = 10_000  # rows that may wait for wandb; more are lost and counted
 TABLE_COLUMNS = ("step", "tokens", "text")
-# Level: how an alert is shown.
-INFO, WARN, ERROR = "INFO", "WARN", "ERROR"
 
 
 def choose_mode(track: Track, folder: Path, show: Callable[[str], None]) -> str:
@@ -210,7 +208,7 @@ class WandbRun:
                     text = f"{self.config.name}: no step for {self.config.track.stall_minutes:g} minutes"
                     self.show(text)
                     if run is not None:
-                        self._guarded("alert", lambda text=text: run.alert("stalled", text, level=WARN))
+                        self._guarded("alert", lambda text=text: run.alert("stalled", text, level="WARN"))
 
     def _init(self) -> Any:
         import wandb

@@ -30,10 +30,7 @@ DDP = ("parallel=ddp", "train.clip=0")
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One corpus, packed."""
-    root = tmp_path_factory.mktemp("ranks")
-    tiny.corpus(root / "corpus.jsonl", documents=20)
-    tiny.trainer(tiny.configure(*tiny.settings(root)))
-    return root
+    return tiny.packed(tmp_path_factory.mktemp("ranks"))
 
 
 def together(count: int, work: Callable[..., object], *args: object, folder: Path) -> list[tiny.Job]:

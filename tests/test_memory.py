@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-import tempfile
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from stack import machine
 from stack.config import UserError
@@ -20,6 +17,8 @@ from stack.diagnostics import memory
 from stack.evaluate import to_device
 from stack.model.loss import linear_cross_entropy
 from stack.model.transformer import Decoder
+
+check_memory = tiny.script("check_memory")
 
 COMMON = ("tokenizer.vocab_size=4096", "model.head_dim=64", "model.context=512", "train.window=512", "optim=muon")
 SIZES = {
@@ -49,7 +48,7 @@ def _measure(arguments: list[str], out: str) -> None:
     torch.set_num_threads(1)
     c = tiny.configure(*arguments)
     before = resident("RssAnon")
-    trainer = tiny.bare_trainer(c)
+    trainer = check_memory.bare_trainer(c)
     for step in range(2):
         trainer.step(step, trainer.micro_batches(step), 1.0)
     Path(out).write_text(json.dumps(resident("VmHWM") - resident("RssFile") - before))
@@ -105,7 +104,7 @@ def test_it_is_told_before_anything_is_built(tmp_path: Path) -> None:
 def test_parameters_and_moments_are_exact(tmp_path: Path) -> None:
     for kind in ("muon", "adamw"):
         c = tiny.configure(*tiny.settings(tmp_path, f"optim={kind}"))
-        trainer = tiny.bare_trainer(c)
+        trainer = check_memory.bare_trainer(c)
         plan = memory.plan_memory(c.model, c, c.tokenizer.vocab_size, "cpu", 1)
         trainer.step(0, trainer.micro_batches(0), 1.0)
         assert plan.parameters == plan.gradients == sum(p.nbytes for p in trainer.model.parameters())
@@ -133,7 +132,7 @@ def test_counting_what_is_kept_keeps_nothing(tmp_path: Path) -> None:
     model, ids = Decoder(c.model, 320), torch.zeros(8, 64, dtype=torch.int64)
     inputs = to_device(Batch(ids, ids, torch.arange(64).expand(8, 64), ((64,),) * 8), "cpu")[:3]
     memory.kept_bytes(model, *inputs)
-    left, peak = live(lambda: memory.kept_bytes(model, *inputs))
+    left, peak = check_memory.live(lambda: memory.kept_bytes(model, *inputs))
     assert left < 0.01 * peak
 
 
@@ -159,16 +158,4 @@ def test_the_loss_takes_what_the_plan_says(
 
     work()  # makes the gradients, which are other parts
     planned = memory.loss_memory(c.train, impl, tokens, rows, d, dtype, capped=softcap is not None)
-    assert live(work)[1] == pytest.approx(planned, rel=0.02)
-
-
-def live(work) -> tuple[int, int]:
-    """Bytes of what ``work()`` allocates: left at its end, and the most at one time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        work()
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        found.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    moves = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
-    held = list(itertools.accumulate(size for _, size in moves))
-    return held[-1], max(held)
+    assert check_memory.live(work)[1] == pytest.approx(planned, rel=0.02)

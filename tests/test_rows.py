@@ -32,10 +32,7 @@ STEP = ("train.clip=0.1", "diagnostics.rows_every=1", "train.z_loss=0.01", "trai
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One corpus and its packed data for the whole module."""
-    root = tmp_path_factory.mktemp("rows")
-    tiny.corpus(root / "corpus.jsonl", documents=20)
-    tiny.trainer(tiny.configure(*tiny.settings(root)))
-    return root
+    return tiny.packed(tmp_path_factory.mktemp("rows"))
 
 
 def watched(root: Path, *more: str, here: Ranks | None = None) -> Trainer:

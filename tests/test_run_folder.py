@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import shutil
 import signal
@@ -17,10 +16,7 @@ from stack import checkpoint, run_folder
 from stack.config import UserError
 from stack.distributed import Ranks
 
-spec = importlib.util.spec_from_file_location("prove_resume", Path(__file__).parents[1] / "scripts/prove_resume.py")
-assert spec is not None and spec.loader is not None
-prove_resume = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(prove_resume)
+prove_resume = tiny.script("prove_resume")
 
 # Accumulation 3, checkpoints every 4 steps, a validation and samples in between; about 13 windows an epoch.
 LONG = ("train.steps=20", "checkpoint.every=4", "evaluate.every=5", "sample.every=10")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -27,10 +26,7 @@ from stack.generate import generate
 from stack.model.transformer import Decoder
 from stack.tracking import Display
 
-spec = importlib.util.spec_from_file_location("prove_resume", Path(__file__).parents[1] / "scripts/prove_resume.py")
-assert spec is not None and spec.loader is not None
-prove_resume = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(prove_resume)
+prove_resume = tiny.script("prove_resume")
 
 BASE = ("train.steps=4",)
 

@@ -6,7 +6,7 @@ dies like any other.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -17,21 +17,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 
-import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
 
 from stack import config, machine
 from stack import train as entry
 from stack.config import Config
-from stack.data.batches import Batch, Batches
-from stack.data.packing import Split as TextSplit
+from stack.data.batches import Batch
 from stack.distributed import Ranks
 from stack.model.attention import Segments
 from stack.model.transformer import Decoder
 from stack.tracking import MEASURED, Display
-from stack.trainer import Split, Trainer
+from stack.trainer import Trainer
 
 WORDS = ("the", "cat", "dog", "house", "ran", "red", "sun", "of", "and", "to", "water", "stone", "tree", "bird", "sang")
 SETTINGS = (
@@ -100,16 +99,20 @@ def trainer(c: Config, ranks: Ranks | None = None) -> Trainer:
     return Trainer(c, model, entry.split(c, packed, words), words, named, here, Display(False))
 
 
-def bare_trainer(c: Config) -> Trainer:
-    """A trainer of any size on random ids, without tokenizer and files; every window is one whole segment."""
-    t = c.train
-    rows = c.tokenizer.vocab_size
-    ids = np.random.default_rng(0).integers(2, rows, 4 * t.global_batch * (t.window + 1)).astype(np.uint16)
-    lengths = np.full(4 * t.global_batch, t.window)
-    text = TextSplit("train", lengths, np.arange(len(lengths)) * t.window, 1, (ids,), np.zeros(1, dtype=np.int64))
-    train = Batches(text, window=t.window, global_batch=t.global_batch, seed=0, pad_id=1)
-    model = Decoder(c.model, rows, seed=c.seed)
-    return Trainer(c, model, Split(train, train, 1), None, {}, Ranks(), Display(False))  # type: ignore[arg-type]
+def packed(root: Path) -> Path:
+    """``root`` with a corpus and its packed data."""
+    corpus(root / "corpus.jsonl", documents=20)
+    trainer(configure(*settings(root)))
+    return root
+
+
+def script(name: str) -> ModuleType:
+    """``scripts/NAME.py`` as a module."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / f"scripts/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Job:

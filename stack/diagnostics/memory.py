@@ -198,7 +198,7 @@ def check_memory(m: config.Model, c: config.Run, num_rows: int, device: str, sho
         UserError: it does not fit; with the parts, and the largest micro-batch that would.
     """
     machine.program_memory()  # what is measured from here on is the model's
-    plan = plan_memory(m, c, num_rows, device, min(c.train.micro_batch, c.train.global_batch))
+    plan = plan_memory(m, c, num_rows, device, c.train.largest_forward)
     sharing = 1 if device == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = machine.free_memory(device) // sharing
     show(f"memory: {plan.peak / 1e9:.2f} GB planned for a step, {free / 1e9:.2f} GB free")

@@ -164,8 +164,11 @@ class Rows:
 
     def state(self) -> str:
         """The rows that were an input so far on any rank, for a checkpoint: a bit each, in hex; a collective."""
-        self._seen = self.ranks.add(self._seen.to(self.table.weight.device, torch.int32)).cpu() > 0
+        self._gather_seen()
         return np.packbits(self._seen.numpy()).tobytes().hex()
+
+    def _gather_seen(self) -> None:
+        self._seen = self.ranks.add(self._seen.to(self.table.weight.device, torch.int32)).cpu() > 0
 
     def load(self, state: str) -> None:
         """Takes what :meth:`state` gave; of a checkpoint without it (empty), no row was an input so far."""
@@ -184,7 +187,7 @@ class Rows:
         if not self.due:
             return {}
         self.due = False
-        self.state()
+        self._gather_seen()
         if not self.ranks.main:
             return {}
         weight, moments = self.table.weight.detach(), self.optimizers.moments()

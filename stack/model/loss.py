@@ -66,19 +66,18 @@ def linear_cross_entropy(
     if impl == "full":
         losses = _full(flat, weight, ids, dtype, z_loss, softcap) * supervised
     else:
-        rows = _wanted(supervised)
-        some = flat if rows is None else flat.index_select(0, rows)
-        marks, wanted = (supervised, ids) if rows is None else (supervised[rows], ids[rows])
-        losses = _Chunked.apply(some, weight, wanted, marks, dtype, chunk_tokens, z_loss, softcap, impl == "fused")
-        if rows is not None:
-            losses = losses.new_zeros(len(ids)).index_copy(0, rows, losses)
+        places, parts = _scored(supervised), (flat, ids, supervised)
+        hidden, ids, marks = parts if places is None else (x.index_select(0, places) for x in parts)
+        losses = _Chunked.apply(hidden, weight, ids, marks, dtype, chunk_tokens, z_loss, softcap, impl == "fused")
+        if places is not None:
+            losses = losses.new_zeros(len(flat)).index_copy(0, places, losses)
     if reduction == "none":
         return losses.view(targets.shape)
     total = losses.sum()
     return total if reduction == "sum" else total / supervised.sum().clamp(min=1)
 
 
-def _wanted(supervised: Tensor) -> Tensor | None:
+def _scored(supervised: Tensor) -> Tensor | None:
     """The positions whose logits are worth computing, int64; None for all of them.
 
     On a CPU those without a target are left out: in conversations that is half of them. A GPU would have to stop and

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from stack.diagnostics.rows import CLASSES  # each has its colour
 from stack.page import pictures
 from stack.page.parts import Picture, Section, Table, add, curve, finite, number, over, table_of, union
 from stack.page.pictures import Histogram, Line
 from stack.page.record import AuditRow, Record
 
-CLASSES = ("never", "rare", "frequent", "reserved", "control", "added")  # of rows of the table; each has its colour
 AUDITED, AT_ONCE = 100, 15  # rows of the audit that are shown, and so many of them at once
 LOOKS = {
     "norm": ("Norm of the rows", ""),
