@@ -102,7 +102,7 @@ def main() -> None:
             f"{(np.median(some[:, 0, 1] / some[:, 0, 0]) - 1) / every:.2%} of a step"
         )
     print(f"target: {TARGET}")
-    sys.exit(ratio(seconds[..., 0]) > TARGET)
+    sys.exit(int(ratio(seconds[..., 0]) > TARGET))
 
 
 if __name__ == "__main__":
