@@ -26,7 +26,7 @@ from stack import answers, checkpoint, conversation, machine, parallel, run_fold
 from stack.answers import Question
 from stack.config import Conversations, Run, UserError, command
 from stack.data.batches import Batch, Batches, Windows
-from stack.diagnostics import memory
+from stack.diagnostics import audit, memory
 from stack.diagnostics.rows import Rows
 from stack.distributed import Ranks
 from stack.evaluate import Validation, to_device, validate
@@ -34,7 +34,7 @@ from stack.generate import Sampling, generate
 from stack.model.transformer import Decoder, Loss
 from stack.optim import Optimizers, lr_factor
 from stack.page import page
-from stack.tokenizer import Tokenizer
+from stack.tokenizer import Tokenizer, write_json
 from stack.tracking import Display, Metrics, Tracker, duration
 from stack.wandb_run import WandbRun
 
@@ -529,10 +529,19 @@ class Trainer:
         self.display.show(f"finished: {state.step} steps{skipped}")
         for name, value in figures.items():
             self.display.show(f"  {name:<15} {value:>15}")
-        self.display.show(f"{self.folder}/checkpoints/step-{state.step:08d}")
+        self.display.show(str(self._newest()))
+
+    def _newest(self) -> Path:
+        """The checkpoint of this step."""
+        return self.folder / "checkpoints" / f"step-{self.state.step:08d}"
 
     def _report(self) -> None:
-        """The page of the run. Whatever goes wrong with it, the run is saved and says so in one line."""
+        """An audit of the rows, and the page. Whatever goes wrong with either, the run is saved and a line says so."""
+        try:
+            found = audit.audit(str(self._newest()), top=audit.SHOWN, show=self.display.show)
+            write_json(self.folder / audit.NAME, found)
+        except Exception as error:
+            self.display.show(f"no audit: {error}")
         try:
             self.display.show(f"page: {page.write([self.folder], self.folder / page.NAME)}")
         except Exception as error:

@@ -22,12 +22,14 @@ from rich.cells import cell_len
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stack import audit, checkpoint, tokenizer
+from stack import checkpoint, tokenizer
+from stack.audit import main
 from stack.base import load_tables
 from stack.checkpoint import HEAD, TABLE, WEIGHTS
 from stack.config import UserError
 from stack.data.packing import open_packed
-from stack.tokenizer import Tokenizer
+from stack.diagnostics import audit
+from stack.tokenizer import Tokenizer, readable
 
 SYLLABLES = [a + b for a in "bdfgklmnprst" for b in ("a", "e", "i", "o", "u", "an", "er", "is")]
 PLANTED = [f"qx{a}w{b}zj" for a in "aeiou" for b in "bdgm"]  # 20 words of the vocabulary and of no text
@@ -351,7 +353,7 @@ def unshown(text: str) -> bytes:
 
 @given(st.one_of(st.binary(max_size=8), st.text(max_size=8).map(str.encode)))
 def test_a_token_is_shown_in_printable_characters_and_unambiguously(data: bytes) -> None:
-    shown = audit.readable(data)
+    shown = readable(data)
     assert shown.isprintable() and unshown(shown) == data
 
 
@@ -366,7 +368,7 @@ def test_a_token_is_shown_in_printable_characters_and_unambiguously(data: bytes)
     ],
 )
 def test_examples_of_shown_tokens(data: bytes, shown: str) -> None:
-    assert audit.readable(data) == shown
+    assert readable(data) == shown
 
 
 def command(*arguments: str) -> tuple[int, str, str]:
@@ -377,7 +379,7 @@ def command(*arguments: str) -> tuple[int, str, str]:
         patch.setattr(sys, "stdout", out)
         patch.setattr(sys, "stderr", err)
         patch.delenv("COLUMNS", raising=False)
-        audit.main()
+        main()
     for stream in (out, err):
         stream.flush()
     return stop.value.code, out.buffer.getvalue().decode(), err.buffer.getvalue().decode()
@@ -395,7 +397,7 @@ def test_the_command(world: World, tmp_path: Path) -> None:
     assert all(cell_len(line) <= 80 for line in lines[: start + 41])
     for line, row in zip(rows, written["listed"], strict=True):
         assert f"{row['norm']:.3f}" in line and f"{row['distance']:.4f}" in line and row["category"] in line
-        assert audit.readable(world.words.bytes_of(row["id"]))[:12] in line
+        assert readable(world.words.bytes_of(row["id"]))[:12] in line
     none = written["occurrences"]["none"]
     assert f"no occurrence: {none['rows']} rows; of the first {none['rows']} listed so, {none['of_the_first']}" in out
     assert "\x1b" not in out

@@ -19,6 +19,8 @@ import numpy as np
 from stack import checkpoint, run_folder
 from stack.checkpoint import TABLE, WEIGHTS, Manifest
 from stack.config import UserError
+from stack.diagnostics import audit
+from stack.tokenizer import quoted
 
 COUNTS_OF_TROUBLE = re.compile(r"(skipped|fail|discarded|dropped|non_?finite|retries|bad_)", re.IGNORECASE)
 
@@ -175,14 +177,14 @@ def _read_checkpoints(record: Record) -> None:
 
 
 def _read_audit(record: Record) -> None:
-    """``audit.json`` as ``python -m stack.audit json=runs/NAME/audit.json`` writes it."""
-    path = record.folder / "audit.json"
+    """The audit that the run wrote at its end, or ``python -m stack.audit json=runs/NAME/audit.json`` since."""
+    path = record.folder / audit.NAME
     if not path.exists():
         return
     try:
         record.audit.extend(audit_rows(json.loads(path.read_bytes())))
-    except (ValueError, TypeError, KeyError) as error:
-        record.warnings.append(f"audit.json cannot be read ({error!r})")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        record.warnings.append(f"{audit.NAME} cannot be read ({error!r})")
 
 
 def audit_rows(found: dict[str, Any]) -> list[AuditRow]:
@@ -190,18 +192,14 @@ def audit_rows(found: dict[str, Any]) -> list[AuditRow]:
     return [
         AuditRow(
             id=int(row["id"]),
-            token=_quoted(row["text"]),
+            token=quoted(row["text"]),
             occurrences=None if row["occurrences"] is None else int(row["occurrences"]),
             norm=float(row["norm"]),
             indicator=float(row[found["indicator"]]),
-            nearest="  ".join(f"{near['cosine']:.2f} {_quoted(near['text'])}" for near in row["nearest"]),
+            nearest="  ".join(f"{near['cosine']:.2f} {quoted(near['text'])}" for near in row["nearest"]),
         )
         for row in found["listed"]
     ]
-
-
-def _quoted(text: str | None) -> str:
-    return "(none)" if text is None else f'"{text}"'
 
 
 def _warn_of_values(record: Record) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from stack.diagnostics.audit import SHOWN
 from stack.diagnostics.rows import CLASSES  # each has its colour
 from stack.page import pictures
 from stack.page.parts import Picture, Section, Table, add, curve, finite, number, over, table_of, union
 from stack.page.pictures import Histogram, Line
 from stack.page.record import AuditRow, Record
 
-AUDITED, AT_ONCE = 100, 15  # rows of the audit that are shown, and so many of them at once
+AT_ONCE = 15  # rows of the audit that are shown before more are asked for
 LOOKS = {
     "norm": ("Norm of the rows", ""),
     "distance": ("Distance from the mean row", ""),
@@ -151,7 +152,7 @@ def audit(runs: Sequence[Record]) -> Section:
     section = Section("audit", "Rows that look undertrained", "Lowest indicator first; nearest rows by cosine.")
     head = ("id", "token", "nearest", "occurrences", "norm", "indicator")
     for run in runs:
-        shown = sorted(run.audit, key=lambda row: row.indicator)[:AUDITED]
+        shown = sorted(run.audit, key=lambda row: row.indicator)[:SHOWN]
         if shown:
             title = run.name if len(runs) > 1 else ""
             section.tables.append(Table(head, list(map(_audited, shown)), words=3, title=title, first=AT_ONCE))

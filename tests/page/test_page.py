@@ -16,6 +16,7 @@ import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from stack.diagnostics import audit
 from stack.page import facts, memory, page, record, rows
 
 EVIL = "</p></script><img src=x onerror=alert(1)><script>alert(2)</script>&lt;b&gt; {{ 7 * 7 }} <!-- ]]>"
@@ -83,8 +84,11 @@ def test_a_run_ends_with_its_page(trained: tuple[Path, str]) -> None:
     assert f"page: {folder}/report.html" in said
     text = (folder / "report.html").read_text()
     assert text == page_of(folder)  # the record is complete when the page is written
-    assert Parsed(text).sections() == ["quality", "samples", "rows", "training", "memory", "settings", "resume"]
+    there = ["quality", "samples", "rows", "audit", "training", "memory", "settings", "resume"]
+    assert Parsed(text).sections() == there
     assert not list(folder.glob(".*.partial"))
+    audited = json.loads((folder / "audit.json").read_text())
+    assert audited == audit.audit(str(folder), top=audit.SHOWN) and audited["step"] == 6
 
 
 def test_the_command_on_the_page_is_the_one_that_goes_on(trained: tuple[Path, str], tmp_path: Path) -> None:
@@ -106,8 +110,10 @@ def _without_matplotlib(arguments: list[str], module: str) -> None:
 def test_a_page_that_fails_costs_the_run_nothing(tmp_path: Path) -> None:
     blocked = tmp_path / "runs/tiny/report.html"
     (blocked / "in the way").mkdir(parents=True)
+    (tmp_path / "runs/tiny/audit.json").mkdir()
     job = tiny.train(tmp_path, "track.report=true", "train.steps=2")
-    assert job.wait() == 0 and "no page: " in job.output() and "checkpoints/step-00000002" in job.output()
+    assert job.wait() == 0 and "no audit: " in job.output() and "no page: " in job.output()
+    assert "checkpoints/step-00000002" in job.output()
     arguments = tiny.settings(tmp_path, "track.report=true", "train.steps=3")
     job = tiny.Job(_without_matplotlib, arguments, "stack.train", log=tmp_path / "log2")
     assert job.wait() == 0 and "no page: pictures need matplotlib: pip install" in job.output()
