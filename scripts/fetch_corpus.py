@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import re
+import string
 import subprocess
 import sys
 import time
@@ -227,6 +228,11 @@ def recipe_text(title: str, ingredients: list[str], steps: list[str]) -> str:
     return f"{title}\n\nIngredients:\n{listed}\n\nSteps:\n{numbered(steps)}"
 
 
+def lettered(lines: list[str]) -> str:
+    """``a. first``, ``b. second``, each on its own line; at most 26."""
+    return "\n".join(f"{string.ascii_lowercase[number]}. {line}" for number, line in enumerate(lines))
+
+
 def numbered(lines: list[str]) -> str:
     """``1. first``, ``2. second``, each on its own line."""
     return "\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1))
@@ -275,17 +281,18 @@ MOST_INGREDIENTS, MOST_STEPS, LONGEST_LINE = 6, 5, 160  # of the recipes that ar
 
 
 def recipe_conversations(wheel: zipfile.ZipFile) -> Iterator[Record]:
-    """``How do I make TITLE?`` and the recipe, with both of its lists numbered.
+    """``How do I make TITLE?`` and the recipe, its ingredients with letters and its steps with numbers.
 
     Short recipes only. A small model that always takes the likeliest word can tell that a list has gone on for long
-    enough by nothing but its numbers, and only if no list of its examples goes further.
+    enough by nothing but its marks, and only if no list of its examples goes further. Letters, since ingredients are
+    full of digits: once it copies numbers it repeats "6." for ever (runs/LOG.md).
     """
     for title, ingredients, steps in recipe_records(wheel):
         longest = max(map(len, [*ingredients, *steps]))
         if len(ingredients) <= MOST_INGREDIENTS and len(steps) <= MOST_STEPS and longest <= LONGEST_LINE:
             # "for TITLE" has the tokens of "make TITLE"; at the beginning of a line its first one would be another.
             answer = (
-                f"Here is a recipe for {title}.\n\nIngredients:\n{numbered(ingredients)}\n\nSteps:\n{numbered(steps)}"
+                f"Here is a recipe for {title}.\n\nIngredients:\n{lettered(ingredients)}\n\nSteps:\n{numbered(steps)}"
             )
             yield {
                 "id": f"recipes/{title}",
@@ -335,7 +342,7 @@ def chitchat_conversations(wheel: zipfile.ZipFile) -> Iterator[Record]:
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 NUM_WORDS = 4000
 NUM_SUMS = 4500
-NUM_LISTS = 4600
+NUM_LISTS = 4000
 MAX_DAYS = 500
 
 
@@ -385,10 +392,10 @@ def sum_tasks() -> Iterator[Record]:
 
 
 def sort_tasks() -> Iterator[Record]:
-    """Sort two different numbers below 100, or in one list of four three of them."""
+    """Sort two or three different numbers below 100."""
     seen = set()
     for number in range(NUM_LISTS):
-        drawn = [pick(f"sort {number} {i}", 100) for i in range(2 + (pick(f"length {number}", 4) == 0))]
+        drawn = [pick(f"sort {number} {i}", 100) for i in range(2 + pick(f"length {number}", 2))]
         values = list(dict.fromkeys(drawn))
         if len(values) < 2:
             continue
