@@ -292,7 +292,7 @@ def recipe_conversations(wheel: zipfile.ZipFile) -> Iterator[Record]:
         if len(ingredients) <= MOST_INGREDIENTS and len(steps) <= MOST_STEPS and longest <= LONGEST_LINE:
             # "for TITLE" has the tokens of "make TITLE"; at the beginning of a line its first one would be another.
             answer = (
-                f"Here is a recipe for {title}.\n\nIngredients:\n{lettered(ingredients)}\n\nSteps:\n{numbered(steps)}"
+                f"Here is a recipe for {title}.\n\nIngredients:\n{lettered(ingredients)}\nSteps:\n{numbered(steps)}"
             )
             yield {
                 "id": f"recipes/{title}",

@@ -131,7 +131,7 @@ def test_conversations_name_the_document_that_they_come_from(wheels, tmp_path):
         talks = read(tmp_path / f"conversations/{source}.jsonl")
         assert [talk["document"] for talk in talks] == keys
         assert talks[0]["messages"][0] == {"role": "user", "content": question}
-    recipe = "Here is a recipe for Tea.\n\nIngredients:\na. 1 cup water\nb. tea\n\nSteps:\n1. Boil."
+    recipe = "Here is a recipe for Tea.\n\nIngredients:\na. 1 cup water\nb. tea\nSteps:\n1. Boil."
     assert talks[0]["messages"][1] == {"role": "assistant", "content": recipe}
 
 
