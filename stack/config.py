@@ -297,7 +297,7 @@ class Track:
     project: str
     entity: str | None  # user or team on the server; the key's own otherwise
     stall_minutes: NotNegative  # without a step, before an alert; 0: never
-    report: bool  # write runs/NAME/report.html at the end
+    report: bool  # write audit.json and report.html into runs/NAME at the end
 
 
 @dataclass(frozen=True, config=_STRICT)
