@@ -24,7 +24,7 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update",
 )  # fmt: skip
 WIDTHS, SCHEMES = (380, 1400), ("light", "dark")
-COLOURS = 48  # of a picture: a page has few
+COLOURS = 128  # of a picture: fewer, and series change theirs
 # Of each figure, the drawings that are seen: exactly one is right.
 DRAWN = """() => [...document.querySelectorAll('figure')].map(figure => [...figure.querySelectorAll('svg')]
     .map(svg => svg.getBoundingClientRect()).filter(box => box.width > 0 && box.height > 0)

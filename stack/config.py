@@ -241,10 +241,9 @@ class Train:
     chunk_tokens: Count
     max_bad_steps: Count
 
-    @property
-    def largest_forward(self) -> int:
-        """The windows of the largest forward pass: a batch may have fewer than ``micro_batch``."""
-        return min(self.micro_batch, self.global_batch)
+    def largest_forward(self, ranks: int) -> int:
+        """The windows of a rank's largest forward pass: its share of a batch may have fewer than ``micro_batch``."""
+        return min(self.micro_batch, -(-self.global_batch // ranks))
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -34,7 +34,7 @@ def _parameters(config: Planned) -> list[str]:
 
 def _memory(config: Planned, device: str) -> list[str]:
     m, t, num_rows = config.model, config.train, config.tokenizer.vocab_size
-    micro_batch = t.largest_forward
+    micro_batch = t.largest_forward(config.plan.count)
     tokens = micro_batch * t.window
     dtype = machine.choose_precision(config.precision, device)
     name = str(dtype).removeprefix("torch.")

@@ -47,7 +47,7 @@ def run(config: FineTune) -> int:
         if config.sft.show:
             here.on_main(lambda: show(packed, words, config.sft.show))
             return 0
-        check_memory(base.model, config, words.vocab_size, device, display.show)
+        check_memory(base.model, config, words.vocab_size, device, here, display.show)
         if start.steps is None:  # no step was taken yet, so nothing is lost if the base is grown once more
             here.on_main(lambda: graft(config, base, words, growth, packed, display))
             start = _start(folder, config, here, display)

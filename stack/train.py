@@ -31,7 +31,7 @@ def run(config: Config) -> int:
             return 0
         mode = here.on_main(lambda: choose_mode(config.track, folder, display.show))
         words, packed = stages(config, here, display)
-        check_memory(config.model, config, words.vocab_size, device, display.show)
+        check_memory(config.model, config, words.vocab_size, device, here, display.show)
         model = Decoder(config.model, words.vocab_size, seed=config.seed).to(device)
         named = identity(config, words, packed)
         return Trainer(config, model, split(config, packed, words), words, named, here, display).run(start, mode)

@@ -115,7 +115,7 @@ class Trainer:
         self.resolved: dict[str, Any] = {}  # what is fixed from the settings, with every digest; by prepare()
         self.metrics: Tracker | None = None  # rank 0's
         self.signal = 0
-        rows, windows = len(model.table.weight), config.train.largest_forward
+        rows, windows = len(model.table.weight), config.train.largest_forward(ranks.world)
         self.plan = memory.plan_memory(model.config, config, rows, self.device, windows)
         self.measured: dict[str, int] = {}  # parts of the plan, by the dry step
 
@@ -538,7 +538,7 @@ class Trainer:
     def _report(self) -> None:
         """An audit of the rows, and the page. Whatever goes wrong with either, the run is saved and a line says so."""
         try:
-            found = audit.audit(str(self._newest()), top=audit.SHOWN, show=self.display.show)
+            found = audit.audit(str(self._newest()), known=False, show=self.display.show)
             write_json(self.folder / audit.NAME, found)
         except Exception as error:
             self.display.show(f"no audit: {error}")

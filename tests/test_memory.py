@@ -14,6 +14,7 @@ from stack import machine
 from stack.config import UserError
 from stack.data.batches import Batch
 from stack.diagnostics import memory
+from stack.distributed import ALONE, Ranks
 from stack.evaluate import to_device
 from stack.model.loss import linear_cross_entropy
 from stack.model.transformer import Decoder
@@ -78,17 +79,21 @@ def test_what_does_not_fit_is_refused_with_a_micro_batch_that_does(monkeypatch: 
     for free, fits in ((peak(40) - 1, 39), (peak(17), 17), (peak(1), 1)):
         monkeypatch.setattr(machine, "free_memory", lambda device, free=free: free)
         with pytest.raises(UserError, match=f"train.micro_batch={fits} would fit") as error:
-            memory.check_memory(c.model, c, rows, "cpu", print)
+            memory.check_memory(c.model, c, rows, "cpu", ALONE, print)
         assert re.search(r"train.micro_batch=40 needs .* GB, .* GB are free", str(error.value))
         assert "activations" in str(error.value)
     monkeypatch.setattr(machine, "free_memory", lambda device: peak(1) - 1)
     with pytest.raises(UserError, match=r"not even train.micro_batch=1 fits; lower train.window"):
-        memory.check_memory(c.model, c, rows, "cpu", print)
+        memory.check_memory(c.model, c, rows, "cpu", ALONE, print)
     monkeypatch.setattr(machine, "free_memory", lambda device: peak(40))
-    memory.check_memory(c.model, c, rows, "cpu", print)
+    memory.check_memory(c.model, c, rows, "cpu", ALONE, print)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two processes share this machine
     with pytest.raises(UserError, match="would fit"):
-        memory.check_memory(c.model, c, rows, "cpu", print)
+        memory.check_memory(c.model, c, rows, "cpu", ALONE, print)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 2 * peak(16))
+    memory.check_memory(c.model, c, rows, "cpu", Ranks(world=4), print)  # 16 windows of the 64 are one rank's
+    with pytest.raises(UserError, match=r"train.micro_batch=16 would fit"):
+        memory.check_memory(c.model, c, rows, "cpu", Ranks(world=3), print)
 
 
 def test_it_is_told_before_anything_is_built(tmp_path: Path) -> None:

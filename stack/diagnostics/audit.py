@@ -22,7 +22,7 @@ from stack.occurrences import Occurrences
 from stack.tokenizer import NO_TEXT, START_OF_TURN, Tokenizer, readable
 
 NAME = "audit.json"  # in a run's folder
-SHOWN = 100  # rows of it that a page shows
+SHOWN = 100  # rows that a run lists at its end, and that its page shows
 NEAREST = 3  # rows shown beside each one
 RESERVED = re.compile(r"reserved|unused", re.IGNORECASE)  # in the texts of control tokens that stand for nothing
 
@@ -31,9 +31,10 @@ def audit(
     checkpoint: str,
     counts: str | None = None,
     unused: Sequence[int] = (),
-    top: int = 50,
+    top: int = SHOWN,
     runs_dir: str = "runs",
     show: Callable[[str], Any] = print,
+    known: bool = True,
 ) -> dict[str, Any]:
     """The rows of a model by how undertrained they look, as JSON values.
 
@@ -44,6 +45,7 @@ def audit(
         top: rows that are listed.
         runs_dir: where runs stand.
         show: hears what is missing.
+        known: whether rows that are known to be unused are listed, too.
 
     Returns:
         ``listed``: the rows where ``indicator`` is lowest, lowest first; ``unused``: the groups that it was measured
@@ -64,7 +66,8 @@ def audit(
         )
     indicators = undertrained.indicators(tables.table, tables.head, list(groups.values()))
     indicator, ranking = next(iter(indicators.items()))
-    order = ranking.argsort(stable=True)
+    order, of_groups = ranking.argsort(stable=True), set().union(*groups.values())
+    listed = order if known else order[[i not in of_groups for i in order.tolist()]]
     if counts is not None:
         seen = occurrences.in_folder(Path(counts), words, rows)
     elif tables.manifest is not None:
@@ -81,7 +84,7 @@ def audit(
         "indicator": indicator,
         "unused": groups,
         "occurrences": None if seen is None else _judged(seen, order),
-        "listed": _listed(tables, indicators, order[:top], set().union(*groups.values()), seen),
+        "listed": _listed(tables, indicators, listed[:top], of_groups, seen),
     }
 
 

@@ -16,6 +16,7 @@ import torch
 
 from stack import config, machine
 from stack.config import UserError
+from stack.distributed import Ranks
 from stack.model.attention import Segments
 from stack.model.transformer import Decoder
 
@@ -191,14 +192,16 @@ def measure(model: Decoder, moments: dict[str, torch.Tensor], inputs: tuple[torc
     }
 
 
-def check_memory(m: config.Model, c: config.Run, num_rows: int, device: str, show: Callable[[str], None]) -> None:
+def check_memory(
+    m: config.Model, c: config.Run, num_rows: int, device: str, ranks: Ranks, show: Callable[[str], None]
+) -> None:
     """Holds the plan against what is free before anything is built.
 
     Raises:
         UserError: it does not fit; with the parts, and the largest micro-batch that would.
     """
     machine.program_memory()  # what is measured from here on is the model's
-    plan = plan_memory(m, c, num_rows, device, c.train.largest_forward)
+    plan = plan_memory(m, c, num_rows, device, c.train.largest_forward(ranks.world))
     sharing = 1 if device == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = machine.free_memory(device) // sharing
     show(f"memory: {plan.peak / 1e9:.2f} GB planned for a step, {free / 1e9:.2f} GB free")

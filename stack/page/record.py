@@ -188,7 +188,7 @@ def _read_audit(record: Record) -> None:
 
 
 def audit_rows(found: dict[str, Any]) -> list[AuditRow]:
-    """The rows of an audit, in its order: ``listed``, each with the value that ``indicator`` names."""
+    """Of the rows that an audit lists, in its order, those that are not known to be unused, with its ``indicator``."""
     return [
         AuditRow(
             id=int(row["id"]),
@@ -199,6 +199,7 @@ def audit_rows(found: dict[str, Any]) -> list[AuditRow]:
             nearest="  ".join(f"{near['cosine']:.2f} {quoted(near['text'])}" for near in row["nearest"]),
         )
         for row in found["listed"]
+        if not row["known_unused"]
     ]
 
 

@@ -149,7 +149,11 @@ def _is_histogram(value: Any) -> bool:
 
 def audit(runs: Sequence[Record]) -> Section:
     """The rows that look undertrained, worst first."""
-    section = Section("audit", "Rows that look undertrained", "Lowest indicator first; nearest rows by cosine.")
+    section = Section(
+        "audit",
+        "Rows that look undertrained",
+        "Lowest indicator first, nearest rows by cosine. What no text can train is left out.",
+    )
     head = ("id", "token", "nearest", "occurrences", "norm", "indicator")
     for run in runs:
         shown = sorted(run.audit, key=lambda row: row.indicator)[:SHOWN]

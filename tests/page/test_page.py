@@ -65,7 +65,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     page_runs.write(root, "full", page_runs.full(texts=("the cat " + EVIL,)), "train.steps=60", memory=made)
     page_runs.write(root, "other", page_runs.full(), "train.steps=60", "seed=7", "optim.lr=0.5", "name=other")
     page_runs.write(root, "bare", page_runs.steps(60), "train.steps=60")
-    listed = [{"id": 5, "text": EVIL, "occurrences": 0, "norm": 1.0, "norm2": 0.1, "nearest": []}]
+    listed = [
+        {"id": 5, "text": EVIL, "occurrences": 0, "known_unused": False, "norm": 1.0, "norm2": 0.1, "nearest": []}
+    ]
     (root / "runs/full/audit.json").write_text(json.dumps({"indicator": "norm2", "listed": listed}))
     return root
 
@@ -88,7 +90,7 @@ def test_a_run_ends_with_its_page(trained: tuple[Path, str]) -> None:
     assert Parsed(text).sections() == there
     assert not list(folder.glob(".*.partial"))
     audited = json.loads((folder / "audit.json").read_text())
-    assert audited == audit.audit(str(folder), top=audit.SHOWN) and audited["step"] == 6
+    assert audited == audit.audit(str(folder), known=False) and audited["step"] == 6
 
 
 def test_the_command_on_the_page_is_the_one_that_goes_on(trained: tuple[Path, str], tmp_path: Path) -> None:

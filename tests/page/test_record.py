@@ -86,8 +86,17 @@ def test_rows_that_are_missing_or_twice_are_told(tmp_path: Path) -> None:
 
 def test_an_audit_is_read_in_its_order() -> None:
     near = [{"id": 3, "text": "b", "cosine": 0.987}, {"id": 4, "text": None, "cosine": 0.5}]
-    row = {"id": 7, "text": " a", "occurrences": 0, "norm": 1.5, "distance": 0.01, "nearest": near}
-    found = record.audit_rows({"indicator": "distance", "listed": [row, row | {"id": 2, "occurrences": None}]})
+    row = {
+        "id": 7,
+        "text": " a",
+        "occurrences": 0,
+        "norm": 1.5,
+        "distance": 0.01,
+        "nearest": near,
+        "known_unused": False,
+    }
+    listed = [row | {"id": 9, "known_unused": True}, row, row | {"id": 2, "occurrences": None}]
+    found = record.audit_rows({"indicator": "distance", "listed": listed})
     assert [(r.id, r.token, r.occurrences, r.indicator) for r in found] == [
         (7, '" a"', 0, 0.01),
         (2, '" a"', None, 0.01),
