@@ -354,7 +354,7 @@ def _pack_source(
             block = _Block(partial, progress["shards"], name, tokenizer)
     progress["next_row"][name], progress["read_bytes"][name] = "end", meter.read
     block.close(progress)
-    meter.line()
+    meter.line(done=True)
 
 
 @dataclass(frozen=True)
@@ -563,12 +563,12 @@ class _Meter:
             self._next = time.monotonic() + _SHOW_SECONDS
             self.line()
 
-    def line(self) -> None:
+    def line(self, *, done: bool = False) -> None:
         """Show where the source stands."""
         read = self.read - self._before
         speed = read / max(time.monotonic() - self._begin, 1e-9)
         left = ""
-        if self._total and self.read < self._total and read >= _ESTIMATE_AFTER:
+        if not done and self._total and self.read < self._total and read >= _ESTIMATE_AFTER:
             left = f", {self.read / self._total:.0%}, about {(self._total - self.read) / speed / 60:.1f} min left"
         tokens = f"{self._tokens / 1e6:.1f}M tokens"
         self._show(f"packing {self._name}: {self.read / _MB:.1f} MB, {speed / _MB:.1f} MB/s, {tokens}{left}")
