@@ -118,6 +118,7 @@ class Trainer:
         rows, windows = len(model.table.weight), config.train.largest_forward(ranks.world)
         self.plan = memory.plan_memory(model.config, config, rows, self.device, windows)
         self.measured: dict[str, int] = {}  # parts of the plan, by the dry step
+        self.memory = machine.memory_figures(self.device)  # after the latest step; what answers take at the end is not in it
 
     # ------------------------------------------------------------------------------------------------ one step
 
@@ -334,6 +335,7 @@ class Trainer:
             if result.taken:
                 self.rows.saw(batches)
             now = time.perf_counter()
+            self.memory = machine.memory_figures(self.device)
             self._log(result, factor, now - started, waited)
             speed = (state.tokens - tokens_before) / (now - begun)
             left = (now - begun) / (state.step - first) * (self.steps - state.step)
@@ -491,7 +493,7 @@ class Trainer:
                 **{f"optim/lr_{group['name']}": group["peak_lr"] * factor for group in self.optimizers.groups()},
                 "throughput/tokens_per_s": result.tokens / seconds,
                 "throughput/waiting_share": waited / seconds,
-                **{f"memory/{key}": value for key, value in machine.memory_figures(self.device).items()},
+                **{f"memory/{key}": value for key, value in self.memory.items()},
                 "time/step_s": seconds,
                 "time/unix_s": time.time(),
             }
@@ -503,7 +505,7 @@ class Trainer:
             f"loss {result.loss:.4f}",
             f"ETA {duration(left)}",
             f"{speed:,.0f} tokens/s",
-            f"peak {machine.memory_figures(self.device)['peak_gb']:.2f} GB",
+            f"peak {self.memory['peak_gb']:.2f} GB",
             f"{waiting:.0%} waiting",
             _figures(self.state.last) if self.state.last else "no validation yet",
         ]
@@ -515,17 +517,17 @@ class Trainer:
         """
         last, state = self.state.last, self.state
         best = "bits_per_byte" if "bits_per_byte" in last else "loss"
-        peak = machine.memory_figures(self.device)["peak_gb"]
         figures = {
             best.replace("_", " ") if last else "loss": f"{last[best]:.4f}" if last else "not finite",
             "tokens": f"{state.tokens:,}",
             "tokens/s": f"{tokens / seconds:,.0f}",
-            "peak memory": f"{peak:.2f} GB",
+            "peak memory": f"{machine.memory_figures(self.device)['peak_gb']:.2f} GB",
             "time": duration(seconds),
         }
         skipped = f", {state.skipped_steps} skipped" if state.skipped_steps else ""
         self.display.stop()
-        self.display.show(f"memory: planned {self.plan.peak / 1e9:.2f} GB, measured {peak:.2f} GB")
+        planned, measured = self.plan.peak / 1e9, self.memory["peak_gb"]
+        self.display.show(f"memory of a step: planned {planned:.2f} GB, measured {measured:.2f} GB")
         self.display.show(f"finished: {state.step} steps{skipped}")
         for name, value in figures.items():
             self.display.show(f"  {name:<15} {value:>15}")

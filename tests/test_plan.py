@@ -81,7 +81,7 @@ def test_parameters_by_part_are_those_of_the_model(tmp_path: Path) -> None:
 def test_a_run_keeps_its_plan_beside_what_it_measured(tmp_path: Path) -> None:
     job = tiny.train(tmp_path, "train.steps=2")
     assert job.wait() == 0, job.output()
-    assert re.search(r"memory: planned [\d.]+ GB, measured [\d.]+ GB", job.output())
+    assert re.search(r"memory of a step: planned [\d.]+ GB, measured [\d.]+ GB", job.output())
     folder = tmp_path / "runs/tiny"
     kept = yaml.safe_load((folder / "config.yaml").read_text())["resolved"]["memory"]
     for part in ("parameters", "moments"):
