@@ -118,7 +118,7 @@ class Trainer:
         rows, windows = len(model.table.weight), config.train.largest_forward(ranks.world)
         self.plan = memory.plan_memory(model.config, config, rows, self.device, windows)
         self.measured: dict[str, int] = {}  # parts of the plan, by the dry step
-        self.memory = machine.memory_figures(self.device)  # after the latest step; what answers take at the end is not in it
+        self.memory = machine.memory_figures(self.device)  # after the latest step, before answers
 
     # ------------------------------------------------------------------------------------------------ one step
 
