@@ -38,7 +38,7 @@ def run(config: FineTune) -> int:
     with ranks(config.parallel.kind, device) as here, run_folder.locked(folder, here):
         display = Display(here.main)
         start = _start(folder, config, here, display)
-        if start.finished:
+        if start.finished and not config.sft.show:
             display.show(f"finished already: step {start.step} of {start.steps}; checkpoint: {start.checkpoint}")
             return 0
         mode = "disabled" if config.sft.show else here.on_main(lambda: choose_mode(config.track, folder, display.show))

@@ -156,6 +156,8 @@ def test_killed_three_times_once_inside_the_grown_save_it_ends_as_if_it_never_wa
 def test_finished_is_said_at_once(root: Path) -> None:
     job = tiny.sft(root, "name=alone", "checkpoint.keep=9", log="again.log")
     assert job.wait() == 0 and job.output().startswith("finished already: step 12 of 12")
+    shown = tiny.sft(root, "name=alone", "checkpoint.keep=9", "sft.show=1", log="shown-again.log")
+    assert shown.wait() == 0 and "conversation 0 of" in shown.output()
 
 
 def test_other_conversations_are_refused_when_a_run_goes_on(root: Path) -> None:

@@ -31,11 +31,19 @@ def growth(runs: Sequence[Record]) -> Section:
             rows = [_cells(value) for value in values]
             if rows:
                 width = max(map(len, rows))
-                head = tuple(values[0]) if isinstance(values[0], dict) else ("id", "token", "was")[:width]
+                head = _head(values[0], width)
                 padded = [row + ("",) * (width - len(row)) for row in rows]
                 section.tables.append(Table(head, padded, width, f"{key.capitalize()}{suffix} ({len(rows)})",
                                             folded=len(rows) > 12))  # fmt: skip
     return section
+
+
+def _head(first: Any, width: int) -> tuple[str, ...]:
+    """Names of the columns: of entries with names, of ranges of ids, of tokens."""
+    if isinstance(first, dict):
+        return tuple(first)
+    ranges = isinstance(first, list) and all(isinstance(cell, int) for cell in first)
+    return ("from", "to") if ranges else ("id", "token", "was")[:width]
 
 
 def _cells(value: Any) -> tuple[str, ...]:
