@@ -7,7 +7,7 @@ import os
 
 from stack import machine
 from stack.config import Planned, Source, UserError, entry
-from stack.data.corpus import resolve_files
+from stack.data.corpus import expected_bytes
 from stack.data.encoding import id_dtype
 from stack.diagnostics import memory, throughput
 from stack.tracking import duration
@@ -44,7 +44,7 @@ def _memory(config: Planned, device: str) -> list[str]:
     again = memory.recomputed(m, tokens, dtype)
     kinds = {f"in {name}": dtype.itemsize, "in float32": 4, "their gradient": 4}
     tensors = [tokens * num_rows * size for size in kinds.values()]
-    chunk = min(tokens, t.chunk_tokens) * num_rows * (4 if dtype.itemsize == 4 else 4 + dtype.itemsize)
+    chunk = memory.chunk_logits(t, tokens, num_rows, dtype)
     full = " + ".join(f"{size / _GB:.2f}" for size in tensors)
 
     def loss(way: str) -> str:
@@ -117,13 +117,11 @@ def _disk(config: Planned) -> list[str]:
 
 def _text_mb(source: Source) -> float | None:
     """MB of text that are read of a source, weight counted; None where nobody knows before reading."""
-    known = [] if source.max_mb is None else [source.max_mb]
     try:
-        if source.files:
-            known.append(sum(path.stat().st_size for path in resolve_files(source.files)) / 1e6)
+        size = expected_bytes(source)
     except UserError:  # not fetched yet
-        pass
-    return min(known) * source.weight if known else None
+        size = None if source.max_mb is None else source.max_mb * 1e6
+    return None if size is None else size / 1e6 * source.weight
 
 
 main = entry("plan", Planned, run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from stack import run_folder
 from stack.config import Report, UserError, entry
 from stack.page import page
 
@@ -22,7 +23,7 @@ def _folder(name: str, runs_dir: Path) -> Path:
     for folder in (Path(name), runs_dir / name):
         if (folder / "config.yaml").is_file():
             return folder
-    known = ", ".join(sorted(path.parent.name for path in runs_dir.glob("*/config.yaml"))) or "none"
+    known = run_folder.names(runs_dir)
     raise UserError(f"runs: there is no run {name!r}, neither as a folder nor in {runs_dir}; runs there: {known}")
 
 

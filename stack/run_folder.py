@@ -71,6 +71,11 @@ def folder_of(config: Run) -> Path:
     return Path(config.runs_dir) / config.name
 
 
+def names(runs_dir: Path) -> str:
+    """The runs in a folder, for a message; ``none`` where there is none."""
+    return ", ".join(sorted(path.parent.name for path in runs_dir.glob("*/config.yaml"))) or "none"
+
+
 @contextmanager
 def locked(folder: Path, ranks: Ranks) -> Iterator[None]:
     """Rank 0 holds ``folder/.lock``; :class:`UserError` with the host and process of the job that has it already."""

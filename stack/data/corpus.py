@@ -165,6 +165,18 @@ def resolve_files(patterns: tuple[str, ...], group: str = "data") -> list[Path]:
     return list(found)
 
 
+def expected_bytes(source: Source) -> float | None:
+    """About how much text a source has, None where that is not known before reading it: of compressed files, say.
+
+    UserError as :func:`resolve_files` has it.
+    """
+    files = resolve_files(source.files)
+    plain = bool(files) and all(file.suffix in (".txt", *JSON_LINES) for file in files)
+    in_files = float(sum(file.stat().st_size for file in files)) if plain else None
+    bounds = [in_files, None if source.max_mb is None else source.max_mb * 1e6]
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
 def _suffix(path: Path) -> str:
     """``.jsonl``, ``.ndjson``, ``.txt`` or ``.parquet``, compressed or not; UserError for any other."""
     inner = path.with_suffix("") if path.suffix in COMPRESSED else path

@@ -551,7 +551,7 @@ class _Meter:
     def __init__(self, name: str, source: config.Source, read: int, show: Callable[[str], None]):
         self.read = read  # bytes of text
         self._name, self._show, self._tokens = name, show, 0
-        self._total = _expected_bytes(source)
+        self._total = corpus.expected_bytes(source)
         self._begin, self._before = time.monotonic(), read
         self._next = self._begin + _SHOW_SECONDS
 
@@ -572,15 +572,6 @@ class _Meter:
             left = f", {self.read / self._total:.0%}, about {(self._total - self.read) / speed / 60:.1f} min left"
         tokens = f"{self._tokens / 1e6:.1f}M tokens"
         self._show(f"packing {self._name}: {self.read / _MB:.1f} MB, {speed / _MB:.1f} MB/s, {tokens}{left}")
-
-
-def _expected_bytes(source: config.Source) -> float | None:
-    """About how much text a source has, None where that is not known before reading it."""
-    files = corpus.resolve_files(source.files)
-    plain = bool(files) and all(file.suffix in (".txt", *corpus.JSON_LINES) for file in files)
-    in_files = float(sum(file.stat().st_size for file in files)) if plain else None
-    bounds = [in_files, None if source.max_mb is None else source.max_mb * _MB]
-    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def _summary(packed: Packed, window: int | None) -> str:

@@ -132,10 +132,16 @@ def loss_memory(
     if impl == "full":
         kept = 3 + 2 * (t.z_loss > 0) + capped
         return tokens * num_rows * kept * _FLOAT32 + tokens * d * low + num_rows * d * low
-    chunk = min(t.chunk_tokens, tokens) * num_rows * (_FLOAT32 * (1 + 3 * capped) + low)
+    chunk = chunk_logits(t, tokens, num_rows, dtype, capped=capped)
     # The table's gradient; where GEMMs are bfloat16 its copy for them, a chunk's product, and that in float32.
     of_table = num_rows * d * (2 * (_FLOAT32 + low) if low else _FLOAT32)
     return chunk + of_table + tokens * d * (2 * low or _FLOAT32)
+
+
+def chunk_logits(t: config.Train, tokens: int, num_rows: int, dtype: torch.dtype, *, capped: bool = False) -> int:
+    """Bytes of the logits that exist at one time, in the GEMM's dtype and in float32; see :func:`loss_memory`."""
+    low = 0 if dtype == torch.float32 else dtype.itemsize
+    return min(t.chunk_tokens, tokens) * num_rows * (_FLOAT32 * (1 + 3 * capped) + low)
 
 
 def largest_micro_batch(m: config.Model, c: config.Run, num_rows: int, device: str, free: int) -> int:

@@ -125,8 +125,8 @@ def read(folder: Path) -> Record:
     """
     values = run_folder.read_config(folder)
     if values is None:
-        beside = sorted(path.parent.name for path in folder.parent.glob("*/config.yaml"))
-        raise UserError(f"{folder}: there is no run (no config.yaml); runs beside it: {', '.join(beside) or 'none'}")
+        beside = run_folder.names(folder.parent)
+        raise UserError(f"{folder}: there is no run (no config.yaml); runs beside it: {beside}")
     config = {key: value for key, value in values.items() if key != "resolved"}
     record = Record(folder, str(config["name"]), config, values["resolved"], [], {}, [])
     _read_metrics(record)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from stack.config import Hub, Source, TalkSource, UserError
 from stack.conversation import canonical
 from stack.data import lines
-from stack.data.corpus import Document, documents, fingerprint, held_out, packs, resolve_files
+from stack.data.corpus import Document, documents, expected_bytes, fingerprint, held_out, packs, resolve_files
 
 TEXTS = ["a\u2028b", "c\u0085d\x0b\x0c", "", "e\r\nf\rg", "<|endoftext|>\x00", "日本語 🙂"]
 COMPRESS = {
@@ -448,3 +448,17 @@ def test_a_share_of_its_own_is_in_the_fingerprint(tmp_path):
     (tmp_path / "t.jsonl").write_bytes(json_lines(["a"]))
     plain, own = (fingerprint(Source(files=(f"{tmp_path}/t.jsonl",), validation=share)) for share in (None, 0.5))
     assert own == plain | {"validation": 0.5} and "validation" not in plain
+
+
+def test_how_much_text_is_known_before_it_is_read(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"x" * 300_000)
+    (tmp_path / "b.jsonl").write_bytes(b"y" * 500_000)
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"z" * 900_000))
+    source = lambda *names, **more: Source(files=tuple(str(tmp_path / name) for name in names), **more)  # noqa: E731
+    assert expected_bytes(source("a.txt", "b.jsonl")) == 800_000
+    assert expected_bytes(source("a.txt", "b.jsonl", max_mb=0.6)) == 600_000
+    assert expected_bytes(source("a.txt", max_mb=0.6)) == 300_000
+    assert expected_bytes(source("a.txt", "c.txt.gz")) is None  # the size of a compressed file is not that of its text
+    assert expected_bytes(source("c.txt.gz", max_mb=0.6)) == 600_000
+    with pytest.raises(UserError, match="no such file"):
+        expected_bytes(source("none.txt"))

@@ -249,3 +249,10 @@ def test_the_five_figures_are_those_of_the_record(root: Path) -> None:
     values = [data.strip() for tag, data in Parsed(text).texts if tag == "dd" and data.strip()]
     for figure in ("1.940", "5.76k", "0:30", "0.60"):
         assert figure in values
+
+
+def test_columns_of_growth_are_named_by_what_they_hold() -> None:
+    assert facts._head({"rows": [1, 2], "initializer": "mean"}, 2) == ("rows", "initializer")
+    assert facts._head([0, 4095], 2) == ("from", "to")
+    assert facts._head([4096, "<|im_start|>"], 2) == ("id", "token")
+    assert facts._head([7, "<|im_end|>", "<|reserved_0|>"], 3) == ("id", "token", "was")
