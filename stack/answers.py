@@ -6,19 +6,24 @@ when all of its turns are.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from stack import conversation
-from stack.config import Conversations, TalkSource
+from stack.config import Conversations, FineTune, TalkSource, UserError
 from stack.data.corpus import documents, held_out
 from stack.distributed import ALONE, Ranks
 from stack.generate import generate
 from stack.model.transformer import Decoder
-from stack.tokenizer import Tokenizer
+from stack.tokenizer import Tokenizer, read_json, write_json
 
+KEPT = "questions.json"  # in the run's folder
 BATCH = 128  # questions answered at a time; of similar length, so that little is padding
 
 
@@ -32,6 +37,11 @@ class Question:
     text: str  # of the last message before it
     reference: str  # the true turn, tool calls included
 
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Question:
+        """From its values as JSON has them."""
+        return cls(**{**values, "prompt": tuple(values["prompt"])})
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -40,6 +50,30 @@ class Answer:
     question: Question
     text: str  # without what stopped it
     stopped: bool  # by the end of the turn, not by the limit
+
+
+def of_run(
+    folder: Path, c: FineTune, words: Tokenizer, context: int, show: Callable[[str], None], *, kept: bool
+) -> list[dict[str, Any]]:
+    """The questions of the run in ``folder`` as JSON values; ``kept``: those that lie there from its beginning on.
+
+    So a run whose conversations are gone or changed is asked the same ones to its end. Where they can be read neither
+    there nor here, a line says that nothing is asked.
+    """
+    each, path = c.sft.answers, folder / KEPT
+    if not each:
+        return []
+    if kept and path.is_file() and (found := read_json(path))["each"] == each:
+        return found["questions"]
+    try:
+        asked = [asdict(question) for question in questions(c.chat, words, each, context)]
+    except UserError as error:
+        show(f"no held-out conversation is answered: {error}")
+        return []
+    beside = path.with_name(f".{path.name}.partial")
+    write_json(beside, {"each": each, "questions": asked})
+    os.replace(beside, path)
+    return asked
 
 
 def questions(chat: Conversations, words: Tokenizer, each: int, context: int) -> list[Question]:

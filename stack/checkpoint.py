@@ -289,10 +289,18 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _steps(checkpoints: Path) -> list[Path]:
+def steps(checkpoints: Path) -> list[Path]:
     """The checkpoint folders, good or bad, oldest step first."""
     found = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in checkpoints.glob("step-*")]
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+
+
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint holds; of a damaged one, the step that its name says."""
+    try:
+        return read_manifest(folder).step
+    except UserError:
+        return int(folder.name.removeprefix("step-"))
 
 
 def retain(checkpoints: Path, keep: int) -> None:
@@ -304,7 +312,7 @@ def retain(checkpoints: Path, keep: int) -> None:
     assert keep >= 1
     manifests: dict[Path, Manifest] = {}
     newest_good: list[Path] = []
-    for folder in reversed(_steps(checkpoints)):
+    for folder in reversed(steps(checkpoints)):
         try:
             manifests[folder] = verify(folder) if len(newest_good) < keep else read_manifest(folder)
         except UserError:
@@ -324,7 +332,7 @@ def newest(checkpoints: Path, warn: Callable[[str], None], *, owner: bool = True
     """
     if owner:
         tidy(checkpoints)
-    for folder in reversed(_steps(checkpoints)):
+    for folder in reversed(steps(checkpoints)):
         try:
             verify(folder)
         except UserError as error:
@@ -349,13 +357,18 @@ def verify(folder: Path) -> Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest, once every file that it names was found in its size."""
     if not folder.is_dir():
-        beside = ", ".join(path.name for path in _steps(folder.parent)) or "none"
+        beside = ", ".join(path.name for path in steps(folder.parent)) or "none"
         raise UserError(f"{folder}: there is no such checkpoint folder; checkpoints in {folder.parent}: {beside}")
     path = folder / MANIFEST
     try:
         manifest = TypeAdapter(Manifest).validate_json(_read(path))
     except ValidationError as error:
         first = error.errors()[0]
+        if first["loc"] == ("format",) and isinstance(first["input"], int) and first["input"] > FORMAT:
+            raise UserError(
+                f"{path}: format {first['input']}, which a newer version of this program wrote; this one reads format "
+                f"{FORMAT}: go on with the newer one"
+            ) from error
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise _bad(path, f"is no whole manifest of format {FORMAT} ({where}: {first['msg']})") from error
     for name in (CONFIG, GENERATION, WEIGHTS, MOMENTS, STATE):

@@ -16,6 +16,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -49,7 +50,11 @@ class UserError(ValueError):
 
 
 class EchoError(UserError):
-    """A :class:`UserError` of rank 0 as another rank raises it: told already."""
+    """A :class:`UserError` of another rank: rank 0 tells it, and nobody else."""
+
+
+class LostError(Exception):
+    """Another rank is gone, or failed by a fault of ours. The cause, with its traceback, is told there."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -446,7 +451,7 @@ def _describe(problem: Any, schema: type) -> str:
     *path, last = [str(part) for part in problem["loc"]]
     flag = ".".join([*path, last])
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        known = _keys_at(path, schema)
+        known = keys_at(path, schema)
         close = difflib.get_close_matches(last, known, n=1)
         hint = f"did you mean {'.'.join([*path, close[0]])}?" if close else f"known here: {', '.join(known)}"
         return f"{flag}: there is no such setting; {hint}"
@@ -455,16 +460,21 @@ def _describe(problem: Any, schema: type) -> str:
     return f"{flag}={problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
 
 
-def _keys_at(path: list[str], schema: type) -> list[str]:
-    """The settings that exist below a dotted path."""
-    root = TypeAdapter(schema).json_schema()
+def keys_at(path: list[str], schema: type) -> list[str]:
+    """The settings that exist below a dotted path; the name of a source may be any text."""
+    root = _json_schema(schema)
     node: dict[str, Any] = root
     for part in path:
-        node = node.get("properties", {}).get(part, node.get("additionalProperties", {}))
+        node = node.get("properties", {}).get(part, node.get("additionalProperties")) or {}
         reference = node.get("$ref") or next((o["$ref"] for o in node.get("anyOf", []) if "$ref" in o), None)
         if reference:
             node = root["$defs"][reference.rsplit("/", 1)[1]]
     return list(node.get("properties", {}))
+
+
+@cache
+def _json_schema(schema: type) -> dict[str, Any]:
+    return TypeAdapter(schema).json_schema()
 
 
 def problems(c: Config | FineTune | Chat | Audit | Dashboard | Report) -> list[str]:
@@ -557,6 +567,8 @@ def entry(
                 rank = os.environ.get("RANK", "0")
                 print(f"error: {error}" if rank == "0" else f"rank {rank}: error: {error}", file=sys.stderr)
             code = 2
+        except LostError as error:
+            print(f"rank {os.environ.get('RANK', '0')}: stopped: {error}", file=sys.stderr)
         except KeyboardInterrupt:
             print("interrupted; the same command goes on from what is finished", file=sys.stderr)
             code = 130

@@ -5,18 +5,23 @@ Nothing is pickled on the wire either: what rank 0 tells the others is JSON.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from stack.config import EchoError, UserError
+from stack.config import EchoError, LostError, UserError
+
+T = TypeVar("T")
+SHARED = "\nevery machine needs the same files under the same names: put data_dir and runs_dir where all see them"
 
 
 @dataclass(frozen=True)
@@ -62,21 +67,61 @@ class Ranks:
         return parts[: len(x)]
 
     def on_main(self, work: Callable[[], Any]) -> Any:
-        """``work()`` on rank 0; every rank gets its JSON result, or fails as rank 0 failed."""
+        """``work()`` on rank 0; every rank gets its JSON result, or fails as rank 0 failed.
+
+        Raises:
+            UserError: as ``work`` does, on rank 0; on the others :class:`~stack.config.EchoError`.
+            LostError: on the others, where rank 0 failed otherwise.
+        """
         if self.world == 1:
             return work()
         answer: dict[str, Any] = {}
         if self.main:
             try:
                 answer = {"result": work()}
-            except UserError as error:
-                answer = {"error": str(error)}
-                self._tell(answer)
+            except Exception as error:
+                self._tell(_failure(error))
                 raise
         answer = self._tell(answer)
         if "error" in answer:
             raise EchoError(answer["error"])
+        if "fault" in answer:
+            raise LostError(f"rank 0 failed: {answer['fault']}")
         return answer["result"]
+
+    def on_all(self, work: Callable[[], T], hint: str = "") -> T:
+        """``work()`` on every rank, for what may fail on one of them alone; each gets its own result, or all fail.
+
+        ``hint`` is added where some ranks could do it and others could not.
+
+        Raises:
+            UserError: what failed first by rank, with the rank and its host where it is not all of them; from rank 0.
+                On the others :class:`~stack.config.EchoError`.
+            LostError: where another rank failed by a fault of ours, which has its traceback there.
+        """
+        if self.world == 1:
+            return work()
+        try:
+            result, own = work(), {}
+        except UserError as error:
+            own = _failure(error)
+        except Exception as error:
+            self._gather(_failure(error))
+            raise
+        found = self._gather(own)
+        failed = [(rank, answer) for rank, answer in enumerate(found) if answer]
+        if not failed:
+            return result
+        for rank, answer in failed:
+            if "fault" in answer:
+                raise LostError(f"rank {rank} on {answer['host']} failed: {answer['fault']}")
+        if len(failed) == self.world and len({answer["error"] for _, answer in failed}) == 1:
+            text = failed[0][1]["error"]
+        else:
+            rank, answer = failed[0]
+            more = f"\n(and {len(failed) - 1} more of {self.world} ranks)" if len(failed) > 1 else ""
+            text = f"rank {rank} on {answer['host']}: {answer['error']}{hint}{more}"
+        raise (UserError if self.main else EchoError)(text)
 
     def _tell(self, answer: dict[str, Any]) -> dict[str, Any]:
         text = json.dumps(answer).encode() if self.main else b""
@@ -85,6 +130,24 @@ class Ranks:
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if self.main else torch.empty(int(size)).byte()
         dist.broadcast(data, 0, group=self.waiting)
         return json.loads(bytes(data.tolist()))
+
+    def _gather(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
+        """The answers of all ranks, in their order, on every rank."""
+        text = json.dumps(answer).encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(text)]), group=self.waiting)
+        longest = int(max(sizes))
+        found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
+        own = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+        dist.all_gather(found, own, group=self.waiting)
+        return [json.loads(bytes(one.tolist())) for one in found]
+
+
+def _failure(error: Exception) -> dict[str, str]:
+    """What the other ranks are to know of it."""
+    if isinstance(error, UserError):
+        return {"error": str(error), "host": socket.gethostname()}
+    return {"fault": f"{type(error).__name__}: {error}", "host": socket.gethostname()}
 
 
 ALONE = Ranks()
@@ -117,5 +180,11 @@ def ranks(kind: str, device: str) -> Iterator[Ranks]:
     try:
         waiting = dist.new_group(backend="gloo", timeout=timedelta(days=7))
         yield Ranks(dist.get_rank(), dist.get_world_size(), local, waiting)
-    finally:
+    except BaseException as error:
+        # Not now: the others would tell that this rank is gone before it has told why.
+        atexit.register(dist.destroy_process_group)
+        if isinstance(error, RuntimeError) and "gloo" in str(error):
+            raise LostError(f"another rank is gone; what it says is the cause ({str(error).strip()})") from None
+        raise
+    else:
         dist.destroy_process_group()

@@ -63,6 +63,9 @@ class Tokenizer:
     control: dict[str, int]  # every control token's text and id, the reserved ones too
     digest: str  # SHA-256 of the ordered token bytes and the roles, in hex
     _inner: tokenizers.Tokenizer = field(repr=False, compare=False)
+    _files: dict[str, bytes] = field(
+        repr=False, compare=False
+    )  # as they were read: the folder may go while a run lasts
     unknown: re.Pattern[str] | None = None  # characters with a byte that has no token; never in one of ours
 
     @property
@@ -116,9 +119,9 @@ class Tokenizer:
         return bytes(_BYTE_OF[character] for character in token)
 
     def save_into(self, folder: Path, max_length: int | None = None) -> None:
-        """Copy the files that Hugging Face reads into a model's folder; ``max_length`` is the model's context."""
-        for name in FILES:
-            shutil.copyfile(self.folder / name, folder / name)
+        """Write the files that Hugging Face reads into a model's folder; ``max_length`` is the model's context."""
+        for name, content in self._files.items():
+            (folder / name).write_bytes(content)
         if max_length is not None:
             settings = read_json(folder / "tokenizer_config.json") | {"model_max_length": max_length}
             write_json(folder / "tokenizer_config.json", settings)
@@ -150,7 +153,9 @@ def load(folder: Path | str) -> Tokenizer:
     _check_manifest(folder, digest)
     named = {text: index for index, text in control.items()}
     reserved = tuple(sorted(index for index, text in control.items() if RESERVED_TEXT.fullmatch(text)))
-    found = Tokenizer(folder, len(tokens), roles["end_of_text"], roles["pad"], reserved, named, digest, inner, unknown)
+    end, pad = roles["end_of_text"], roles["pad"]
+    files = {name: (folder / name).read_bytes() for name in FILES}
+    found = Tokenizer(folder, len(tokens), end, pad, reserved, named, digest, inner, files, unknown)
     _check_text(found)
     return found
 

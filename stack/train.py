@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from stack import machine, run_folder, tokenizer
-from stack.config import Config, entry
+from stack import machine, resuming, run_folder, tokenizer
+from stack.checkpoint import read_manifest
+from stack.config import Config, UserError, entry
 from stack.data.batches import Batches, in_order
 from stack.data.packing import Packed, open_packed, pack
 from stack.diagnostics.memory import check_memory
 from stack.diagnostics.rows import classify
-from stack.distributed import Ranks, ranks
+from stack.distributed import SHARED, Ranks, ranks
 from stack.model.transformer import Decoder
 from stack.tracking import Display
 from stack.trainer import Split, Trainer
@@ -30,25 +32,47 @@ def run(config: Config) -> int:
             display.show(f"finished already: step {start.step} of {start.steps}; checkpoint: {start.checkpoint}")
             return 0
         mode = here.on_main(lambda: choose_mode(config.track, folder, display.show))
-        words, packed = stages(config, here, display)
-        check_memory(config.model, config, words.vocab_size, device, here, display.show)
+        words, packed = stages(config, here, display, start)
+        here.on_all(lambda: check_memory(config.model, config, words.vocab_size, device, here, display.show))
         model = Decoder(config.model, words.vocab_size, seed=config.seed).to(device)
-        named = identity(config, words, packed)
+        named = identity(config, words, packed, start)
         return Trainer(config, model, split(config, packed, words), words, named, here, display).run(start, mode)
 
 
-def stages(config: Config, here: Ranks, display: Display) -> tuple[tokenizer.Tokenizer, Packed]:
+def stages(
+    config: Config, here: Ranks, display: Display, start: run_folder.Start = run_folder.FRESH
+) -> tuple[tokenizer.Tokenizer, Packed]:
     """Tokenizer and packed data, made by rank 0 where they are not there yet, then opened by every rank."""
+    folders = [Path(folder) for folder in here.on_main(lambda: _folders(config, start, display.show))]
+
+    def opened() -> tuple[tokenizer.Tokenizer, Packed]:
+        if start.checkpoint is not None:
+            read_manifest(Path(start.checkpoint))  # is it there on every rank?
+        words = tokenizer.load(folders[0])
+        return words, open_packed(folders[1], words)
+
+    return here.on_all(opened, SHARED)
+
+
+def _folders(config: Config, start: run_folder.Start, show: Callable[[str], None]) -> list[str]:
+    """Those of the tokenizer and of the packed data: of a run that goes on, what its checkpoint was trained with."""
     root = Path(config.data_dir)
 
-    def make() -> list[str]:
-        words = tokenizer.train(config.tokenizer, config.data, root, display.show)
-        packed = Path(config.data.packed) if config.data.packed else pack(config.data, words, root, display.show).folder
-        return [str(words.folder), str(packed)]
+    def packed_with(words: tokenizer.Tokenizer) -> Path:
+        return Path(config.data.packed) if config.data.packed else pack(config.data, words, root, show).folder
 
-    folders = [Path(folder) for folder in here.on_main(make)]
-    words = tokenizer.load(folders[0])
-    return words, open_packed(folders[1], words)
+    if start.resumed:
+        packed = resuming.packed_of(start, root, lambda: packed_with(tokenizer.load(str(start.checkpoint))), show)
+        return [str(start.checkpoint), str(packed)]
+    try:
+        words = tokenizer.train(config.tokenizer, config.data, root, show)
+        return [str(words.folder), str(packed_with(words))]
+    except UserError as error:
+        packed = resuming.packed_of_parent(start, config, root) if start.branched else None
+        if packed is None:
+            raise
+        show(f"{error}; the branch learns from {packed}, as {start.checkpoint} did")
+        return [str(start.checkpoint), str(packed)]
 
 
 def split(config: Config, packed: Packed, words: tokenizer.Tokenizer) -> Split:
@@ -64,14 +88,16 @@ def split(config: Config, packed: Packed, words: tokenizer.Tokenizer) -> Split:
     return Split(train, in_order(held_out, t.window, words.pad), num_bytes, classes=classes)
 
 
-def identity(config: Config, words: tokenizer.Tokenizer, packed: Packed) -> dict[str, str | None]:
+def identity(
+    config: Config, words: tokenizer.Tokenizer, packed: Packed, start: run_folder.Start = run_folder.FRESH
+) -> dict[str, str | None]:
     """What a checkpoint names of its making."""
     return {
         "run": config.name,
         "vocabulary": words.digest,
         "packed": packed.digest,
         "packed_folder": str(packed.folder),
-        "branch": config.branch,
+        "branch": start.branch,
     }
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from stack.config import Conversations, Run, UserError, command
 from stack.data.batches import Batch, Batches, Windows
 from stack.diagnostics import audit, memory
 from stack.diagnostics.rows import Rows
-from stack.distributed import Ranks
+from stack.distributed import SHARED, Ranks
 from stack.evaluate import Validation, to_device, validate
 from stack.generate import Sampling, generate
 from stack.model.transformer import Decoder, Loss
@@ -52,6 +52,20 @@ class State:
     last: dict[str, float] = field(default_factory=dict)  # the latest validation
     metrics_offset: int = 0
     seen: str = ""  # the rows that were an input so far, a bit each in hex; see diagnostics/rows.py
+
+    @classmethod
+    def of(cls, loaded: checkpoint.Loaded) -> State:
+        """The state of a checkpoint. What an older version has not saved starts as above.
+
+        UserError for what this version does not know: it would be lost in the next checkpoint.
+        """
+        unknown = sorted(loaded.state.keys() - {entry.name for entry in fields(cls)})
+        if unknown:
+            raise UserError(
+                f"{loaded.folder / checkpoint.STATE} holds {', '.join(unknown)}, which this version does not know; a "
+                "newer version of this program saved it: go on with that one"
+            )
+        return cls(**loaded.state)
 
 
 @dataclass(frozen=True)
@@ -168,30 +182,35 @@ class Trainer:
 
     def prepare(self, start: run_folder.Start) -> None:
         """Everything before the first step: compiler, one dry step, length, weights and moments."""
-        self._check_belongs(start)
+        self.ranks.on_all(lambda: self._check_belongs(start))
         self.display.show(self._describe())
-        self._compile()
+        self.ranks.on_all(self._compile)
         seconds = self.dry_step()
         self.steps = start.steps or self.ranks.on_main(lambda: self._fix_steps(seconds))
-        if self.steps < start.step:
-            raise UserError(
-                f"the run stands at step {start.step}, its end is now asked to be step {self.steps}; give a later "
-                "end, or go back with resume=CHECKPOINT"
-            )
-        if start.checkpoint is not None:
-            loaded = checkpoint.load(Path(start.checkpoint))
-            checkpoint.load_weights_into(self.model, loaded.weights)
-            self.optimizers.load_moments(loaded.moments)
-            self.state = State(**loaded.state)
-            self.rows.load(self.state.seen)
-            if start.branched:
-                self.state.metrics_offset, self.state.last = 0, {}
-            self.display.show(f"going on from {start.checkpoint}: step {start.step} of {self.steps}")
+        self.ranks.on_all(lambda: self._take(start), SHARED)
         fixed = {"steps": self.steps, "device": self.device, "dtype": str(self.dtype), "identity": self.identity}
         fixed["memory"] = {"planned": asdict(self.plan) | {"peak": self.plan.peak}, "measured": self.measured}
         fixed["command"] = command()
         self.ranks.on_main(lambda: run_folder.begin(self.folder, self.config, start, fixed, self.display.show))
         self.resolved = fixed
+
+    def _take(self, start: run_folder.Start) -> None:
+        """Weights, moments and state of the checkpoint that the run goes on from, where there is one."""
+        if self.steps < start.step:
+            raise UserError(
+                f"the run stands at step {start.step}, its end is now asked to be step {self.steps}; give a later "
+                "end, or go back with resume=CHECKPOINT"
+            )
+        if start.checkpoint is None:
+            return
+        loaded = checkpoint.load(Path(start.checkpoint))
+        checkpoint.load_weights_into(self.model, loaded.weights)
+        self.optimizers.load_moments(loaded.moments)
+        self.state = State.of(loaded)
+        self.rows.load(self.state.seen)
+        if start.branched:
+            self.state.metrics_offset, self.state.last = 0, {}
+        self.display.show(f"going on from {start.checkpoint}: step {start.step} of {self.steps}")
 
     def _describe(self) -> str:
         """One line about the shape of the run."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import old_runs
 import pytest
 import tiny
 import torch
@@ -23,6 +27,7 @@ from test_trainer import Spy, assert_close, norm_of, reference, rows, snapshot
 from stack import parallel
 from stack.config import EchoError, UserError
 from stack.distributed import Ranks, ranks
+from stack.trainer import Trainer
 
 DDP = ("parallel=ddp", "train.clip=0")
 
@@ -204,6 +209,83 @@ def test_a_fault_on_rank_0_hangs_nobody(tmp_path: Path) -> None:
     jobs = together(2, _dies, "", folder=tmp_path)
     assert all(job.poll() == 1 for job in jobs) and time.monotonic() - begin < 60
     assert "ZeroDivisionError" in jobs[0].output()
+
+
+def _on_all(out: str) -> None:
+    """On a rank: each has its own result; what one or all cannot do fails on all of them."""
+    with ranks("ddp", "cpu") as here:
+        found: list[object] = [here.on_all(lambda: [here.rank, "ü" * (1 + 999 * here.rank)])]
+
+        def fail(who: tuple[int, ...], what: str) -> None:
+            if here.rank in who:
+                raise UserError(what)
+
+        for who, what in (((1,), "rank 1 cannot"), ((0,), "rank 0 cannot"), ((0, 1), "no"), ((0, 1), f"{here.rank}")):
+            try:
+                here.on_all(lambda who=who, what=what: fail(who, what), " (hint)")
+            except UserError as error:
+                found.append([type(error).__name__, str(error)])
+        Path(out, f"{here.rank}.json").write_text(json.dumps(found))
+
+
+def test_what_one_rank_cannot_do_fails_on_all_with_its_cause(tmp_path: Path) -> None:
+    jobs = together(2, _on_all, str(tmp_path), folder=tmp_path)
+    assert [job.poll() for job in jobs] == [0, 0], jobs[0].output() + jobs[1].output()
+    host = socket.gethostname()
+    said = [f"rank 1 on {host}: rank 1 cannot (hint)", f"rank 0 on {host}: rank 0 cannot (hint)", "no"]
+    said.append(f"rank 0 on {host}: 0 (hint)\n(and 1 more of 2 ranks)")
+    for rank, kind in enumerate((UserError, EchoError)):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found == [[rank, "ü" * (1 + 999 * rank)], *([kind.__name__, text] for text in said)]
+
+
+def _go_on_apart(project: str) -> None:
+    """``stack.train`` on a rank in a folder of its own, as on machines that share none."""
+    os.chdir(Path(project, os.environ["RANK"]))
+    tiny.command([*old_runs.TINY, "parallel=ddp"])
+
+
+@pytest.mark.parametrize("lost", ["runs", "data", "counts.npy"])
+def test_ranks_without_a_shared_folder_tell_the_cause_once(lost: str, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        old_runs.copy(old_runs.OLD, tmp_path / f"{rank}")
+    folder = tmp_path / "1/data/packed/own-8151600f"
+    if lost == "counts.npy":
+        (folder / lost).write_bytes(bytes((folder / lost).stat().st_size))
+    else:
+        shutil.rmtree(tmp_path / "1" / lost)
+    jobs = together(2, _go_on_apart, str(tmp_path), folder=tmp_path)
+    first, second = (job.output() for job in jobs)
+    if lost == "counts.npy":  # a fault of ours, on the rank that has it
+        assert [job.poll() for job in jobs] == [1, 1]
+        assert "Traceback" in second and "ValueError" in second
+        assert f"rank 0: stopped: rank 1 on {socket.gethostname()} failed: ValueError" in first
+    else:
+        assert [job.poll() for job in jobs] == [2, 2] and second == ""
+        (message,) = re.findall(r"^error: (.*)", first, re.MULTILINE | re.DOTALL)
+        cause = {"runs": "there is no such checkpoint folder", "data": "is not a finished packed folder"}[lost]
+        assert message.startswith(f"rank 1 on {socket.gethostname()}: {lost}/") and cause in message
+        assert "put data_dir and runs_dir where all see them" in message
+    assert "Traceback" not in first
+
+
+def _fails_alone(project: str) -> None:
+    """``stack.train`` whose rank 1 fails in the midst of a step, where nobody listens."""
+    os.chdir(project)
+    if os.environ["RANK"] == "1":
+        own = Trainer.micro_batches
+        Trainer.micro_batches = lambda self, step: own(self, step) if step < 4 else 1 / 0
+    tiny.command([*old_runs.TINY, "parallel=ddp"])
+
+
+def test_a_rank_that_fails_alone_hangs_nobody_and_tells_the_cause_alone(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    old_runs.copy(old_runs.OLD, tmp_path / "project")
+    jobs = together(2, _fails_alone, str(tmp_path / "project"), folder=tmp_path)
+    assert [job.poll() for job in jobs] == [1, 1] and time.monotonic() - begin < 60
+    assert "ZeroDivisionError" in jobs[1].output()
+    assert "Traceback" not in jobs[0].output()
+    assert "rank 0: stopped: another rank is gone; what it says is the cause" in jobs[0].output()
 
 
 def test_parallel_and_torchrun_belong_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,8 +111,9 @@ def test_only_assistants_are_learnt(root: Path) -> None:
     """Decoded, the supervised targets of the packed conversations are the answers of the file, each ended."""
     c = configure(root, "name=alone")
     base = load_base(c.base, c.runs_dir)
-    words, growth, packed = sft.stages(c, base, Ranks(), Display(False))
-    train = sft.split(c, base, packed, words, growth).train
+    made, _ = sft.stages(c, base, Ranks(), Display(False))
+    words, packed = made.words, made.packed
+    train = sft.split(c, made).train
     batch = train.batch(range(train.num_windows))
     learnt = words.decode(batch.targets[batch.targets != IGNORED].tolist())
     talks = [json.loads(line)["messages"] for line in (root / "talk.jsonl").read_text().splitlines()]
@@ -160,16 +161,29 @@ def test_finished_is_said_at_once(root: Path) -> None:
     assert shown.wait() == 0 and "conversation 0 of" in shown.output()
 
 
-def test_other_conversations_are_refused_when_a_run_goes_on(root: Path) -> None:
-    run, talk = root / "runs/moved", root / "talk.jsonl"
-    shutil.copytree(root / "runs/alone", run)
+@pytest.mark.parametrize("gone", [False, True], ids=["changed", "gone"])
+def test_a_run_goes_on_with_the_conversations_and_questions_that_it_began_with(root: Path, gone: bool) -> None:
+    """Where the conversations have changed, or are gone as the base is, it ends as if it never stopped."""
+    name, talk = f"moved-{gone}", root / "talk.jsonl"
+    run = shutil.copytree(root / "runs/alone", root / "runs" / name)
     shutil.rmtree(run / "checkpoints/step-00000012")
-    before = talk.read_text()
-    talk.write_text(before.replace("the cat", "the dog"))
-    job = tiny.sft(root, "name=moved", "checkpoint.keep=9", log="moved.log")
+    away = [talk, root / "runs/tiny", root / "data/tokenizers"]
+    for path in away if gone else []:
+        path.rename(path.with_name(f"{path.name}.away"))
+    before = "" if gone else talk.read_text()
+    command = tiny.sft_settings(root, f"name={name}", "checkpoint.keep=9", f"chat.files=[{talk}]")
+    if gone:
+        talk.unlink()  # as sft_settings() makes one
+    else:
+        talk.write_text(before.replace("the", "The"))
+    job = tiny.Job(tiny.command, command, "stack.sft", log=root / f"{name}.log")
     code = job.wait()
-    talk.write_text(before)
-    assert code == 2 and "was trained on other packed data" in job.output(), job.output()
+    for path in away if gone else []:
+        path.with_name(f"{path.name}.away").rename(path)
+    if not gone:
+        talk.write_text(before)
+    assert code == 0, job.output()
+    assert whole(run) == whole(root / "runs/alone")
 
 
 def test_fresh_moments_replay_and_another_optimizer(root: Path) -> None:
@@ -179,8 +193,8 @@ def test_fresh_moments_replay_and_another_optimizer(root: Path) -> None:
     assert loaded.moments == {}
     c = configure(root, "sft.replay=0.34")
     base = load_base(c.base, c.runs_dir)
-    words, growth, packed = sft.stages(c, base, Ranks(), Display(False))
-    train = sft.split(c, base, packed, words, growth).train
+    made, _ = sft.stages(c, base, Ranks(), Display(False))
+    train = sft.split(c, made).train
     of_text = [int((train.windows_of(s) >= train.first.num_windows).sum()) for s in range(50)]
     assert sum(of_text) == int(150 * 0.34) and set(of_text) == {1, 2}
     job = tiny.sft(root, "name=other", "optim=adamw", log="other.log")
