@@ -263,10 +263,12 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for child processes under /proc")
-def test_killed_for_real(packed, made, tmp_path):
+def test_killed_for_real(made, tmp_path):
     """SIGKILL at seeded moments, with two workers and with one: none of them stays behind, and the end is equal."""
-    data, tokenizer = made
-    draw = random.Random(0)
+    tokenizer = made[1]  # and far more text than a fast machine packs before it is killed
+    many = {"many": config.Source(files=(str(write(tmp_path / "many.jsonl", texts_of(2000, 3))),))}
+    data, draw = data_of(many), random.Random(0)
+    packed = packing.pack(data, tokenizer, tmp_path / "whole", lambda line: None)
     partial = tmp_path / "packed" / f"{packed.folder.name}.partial"
     server = subprocess.Popen(
         [sys.executable, "-c", PACK], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
