@@ -27,6 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from stack.home import home
+
 # A name may look like a number: name=2024.
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
 _HERE = Path(__file__).resolve().parent
@@ -561,7 +563,9 @@ def entry(
         nonlocal code
         code = 1
         try:
-            code = job(typed({**_plain_values(values), **texts}, schema))
+            config = typed({**_plain_values(values), **texts}, schema)
+            with home():
+                code = job(config)
         except UserError as error:
             if not isinstance(error, EchoError):
                 rank = os.environ.get("RANK", "0")
@@ -612,6 +616,13 @@ def command() -> str | None:
         nodes = [f"--nnodes={world // local}"] if world > local else []
         start = [str(here / "torchrun"), *nodes, f"--nproc-per-node={local}"]
     return shlex.join([*start, "-m", f"stack.{name}", *(text for text in given if not text.startswith("resume="))])
+
+
+def given(flag: str) -> bool:
+    """Whether the command line says ``flag=…``, so that it is no default."""
+    if not HydraConfig.initialized():
+        return False
+    return any(text.lstrip("+").startswith(f"{flag}=") for text in HydraConfig.get().overrides.task)
 
 
 def _left_to_us(argument: str) -> str:

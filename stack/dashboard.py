@@ -101,7 +101,7 @@ def run(config: Dashboard) -> int:
     except ImportError as error:
         raise UserError(f"{error}; install it with: pip install 'stack-100m[report]'") from error
     with tempfile.TemporaryDirectory() as logs:
-        mode, why = decide(config.track, Path(logs))
+        mode, why = decide(config.track, Path(logs), print)
         if mode == "online":
             print(_create(config))
             return 0
@@ -109,7 +109,7 @@ def run(config: Dashboard) -> int:
     text = json.dumps(specification(workspace(config, config.track.entity or "")), indent=1, sort_keys=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text + "\n", encoding="utf-8")
-    print(f"{'offline, ' + why if why else mode}: the workspace is written to {file}")
+    print(f"{mode}{', ' + why if why else ''}: the workspace is written to {file}")
     return 0
 
 

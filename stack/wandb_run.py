@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from stack.config import FineTune, Run, Track, UserError, plain
+from stack.config import FineTune, Run, Track, UserError, given, plain
 from stack.tracking import MEASURED
 
 if TYPE_CHECKING:
@@ -40,65 +40,133 @@ TABLE_COLUMNS = ("step", "tokens", "text")
 
 
 def choose_mode(track: Track, folder: Path, show: Callable[[str], None]) -> str:
-    """What ``track.mode`` comes to for a run, ``online``, ``offline`` or ``disabled``; offline says so in one line.
+    """What ``track.mode`` comes to for a run, ``online``, ``offline`` or ``disabled``; one line says why.
 
     To be called before any work.
 
     Raises:
         UserError: as :func:`decide` does.
     """
-    mode, why = decide(track, folder)
+    mode, why = decide(track, folder, show)
     if mode == "offline":
         show(f"wandb: offline, {why}: {folder}/wandb (look: wandb leet {folder}/wandb)")
+    elif why:
+        show(f"wandb: {mode}, {why}")
     return mode
 
 
-def decide(track: Track, folder: Path) -> tuple[str, str]:
-    """``online``, ``offline`` or ``disabled``, and why it is offline.
+def decide(track: Track, folder: Path, show: Callable[[str], None]) -> tuple[str, str]:
+    """``online``, ``offline`` or ``disabled``, and why it is not online.
 
     Asks for no key, whatever the terminal, and takes well under a second where none is there. From here on wandb
-    writes nothing outside of ``folder``.
+    writes nothing outside of ``folder``. What is wrong with wandb alone costs the run nothing: variables of its that
+    are broken are passed over with a line, a broken key or installation is why it is offline or disabled.
 
     Raises:
-        UserError: an online mode without a key; a key that cannot be one; a ``WANDB_MODE`` that wandb does not know.
+        UserError: something is wrong, or there is no key, and an online mode was asked for.
     """
-    wanted = _wanted(track)
+    wanted, asked = _wanted(track)
     if wanted == "disabled":
         return wanted, ""
     _stay_at_home(folder)
+    try:
+        passed_over = _mended_environment()
+    except Exception as error:  # whatever a broken installation raises
+        if wanted == "online":
+            raise UserError(
+                f"{asked}, but wandb cannot be used: {_first_line(error)}; or use track.mode=offline"
+            ) from error
+        return "disabled", f"as it cannot be used: {_first_line(error)}"
+    if passed_over and wanted == "online":
+        raise UserError(f"{asked}, but {'; '.join(passed_over)}; mend or unset it, or use track.mode=offline")
+    for line in passed_over:
+        show(f"wandb: passed over: {line}")
     if wanted == "offline":
         return wanted, "as it is asked to be"
-    key, host = _key_and_host()
+    key, host, why = _key_and_host()
     if not key and wanted == "online":
-        asked = "track.mode=online" if track.mode == "online" else f"WANDB_MODE={os.environ['WANDB_MODE']}"
         raise UserError(
-            f"{asked}, but there is no key for {host}: set WANDB_API_KEY, or call `wandb login`; "
+            f"{asked}, but {why or f'there is no key for {host}'}: set WANDB_API_KEY, or call `wandb login`; "
             "or use track.mode=offline, and `wandb sync` later"
         )
-    why = f"as there is no key for {host}" if not key else _unreachable(host) if wanted == "auto" else ""
+    if not key:
+        why = f"as {why or f'there is no key for {host}'}"
+    elif wanted == "auto":
+        why = _unreachable(host)
     return ("offline", why) if why else ("online", "")
 
 
-def _wanted(track: Track) -> str:
-    """``online``, ``offline``, ``disabled`` or ``auto`` from the setting, ``WANDB_MODE`` and wandb's own settings."""
-    said = track.mode if track.mode != "auto" else os.environ.get("WANDB_MODE")
+def _wanted(track: Track) -> tuple[str, str]:
+    """``online``, ``offline``, ``disabled`` or ``auto``, and the words that ask for it.
+
+    ``track.mode`` comes first, then wandb's own variables; an empty one is none.
+    """
+    if track.mode != "auto":
+        return track.mode, f"track.mode={track.mode}"
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on", "t", "y"):
+        return "disabled", "WANDB_DISABLED"
+    said = os.environ.get("WANDB_MODE", "")
     known = {"online": "online", "run": "online", "shared": "online", "offline": "offline", "dryrun": "offline"}
     known |= {"disabled": "disabled"}
-    if said and said not in known:
-        raise UserError(f"WANDB_MODE={said} is none of {', '.join(known)}; change it, or give track.mode")
-    return known[said] if said else "auto"
+    return known.get(said, "auto"), f"WANDB_MODE={said}"
 
 
-def _key_and_host() -> tuple[bool, str]:
-    """Whether there is a key, and the address that it is for. No prompt and no network."""
+def _mended_environment() -> list[str]:
+    """One line for each variable that wandb would fail over; it is unset for this process and those that it starts.
+
+    What is broken otherwise, its settings or its installation, raises whatever it raises.
+    """
+    import wandb
+    from pydantic import ValidationError
+
+    lines = []
+
+    def unset(name: str, error: Exception) -> None:
+        value = os.environ.pop(name)
+        shown = name if "KEY" in name else f"{name}={value!r}"  # a secret is never shown
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else _first_line(error)
+        lines.append(f"{shown} ({why})")
+
+    for name, value in [(name, value) for name, value in os.environ.items() if name.startswith("WANDB_")]:
+        if not value.strip():
+            del os.environ[name]  # as good as unset
+            continue
+        try:
+            wandb.Settings().update_from_env_vars({name: value})
+        except Exception as error:  # of its parsers, each with its own
+            unset(name, error)
+    try:
+        _set_up()
+    except Exception as error:
+        if "WANDB_SERVICE" not in os.environ:
+            raise
+        unset("WANDB_SERVICE", error)
+        wandb.teardown()
+        _set_up()
+    return lines
+
+
+def _set_up() -> str:
+    """Has wandb read its settings and reach its service, if there is one already; the host that keys are for."""
     import wandb
 
+    # Silent: what it would say is looked up on the server. Online: WANDB_MODE=offline would hide the key.
+    return wandb.setup(wandb.Settings(silent=True, mode="online")).settings.base_url
+
+
+def _first_line(error: object) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def _key_and_host() -> tuple[bool, str, str]:
+    """Whether there is a key, the address that it is for, and what is wrong with it. No prompt and no network."""
+    import wandb
+
+    host = _set_up()
     try:
-        # Silent: what it would say is looked up on the server. Online: WANDB_MODE=offline would hide the key.
-        host = wandb.setup(wandb.Settings(silent=True, mode="online")).settings.base_url
-        return wandb.login(prompt=False, verify=False), host
-    except wandb.Error as error:
-        raise UserError(f"wandb: {error}; mend the key, or use track.mode=offline") from error
+        return wandb.login(prompt=False, verify=False), host, ""
+    except Exception as error:  # of the key, or of a file of keys that is no text
+        return False, host, f"the key for {host} cannot be read ({_first_line(error)})"
 
 
 def _unreachable(url: str) -> str:
@@ -225,9 +293,9 @@ class WandbRun:
         run = wandb.init(
             mode=mode,
             dir=str(self.folder.absolute()),
-            project=self.config.track.project,
-            entity=self.config.track.entity,
-            name=self.config.name,
+            project=_setting("track.project", "WANDB_PROJECT", self.config.track.project),
+            entity=self.config.track.entity,  # else WANDB_ENTITY: wandb reads it, its group, tags and notes itself
+            name=_setting("name", "WANDB_NAME", self.config.name),
             job_type="sft" if isinstance(self.config, FineTune) else "train",
             id=_id(self.folder),
             resume="allow",
@@ -318,12 +386,17 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
+def _setting(flag: str, variable: str, value: str) -> str:
+    """What the command line says comes first, then wandb's variable, then our default."""
+    return value if given(flag) else os.environ.get(variable) or value
+
+
 def _id(folder: Path) -> str:
-    """The id of the run, kept from its first start on."""
+    """The id of the run, kept from its first start on: that of ``WANDB_RUN_ID``, or a new one."""
     path = folder / "wandb.json"
     if path.exists():
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
-    made = secrets.token_hex(4)
+    made = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
     beside = folder / ".wandb.json.partial"
     beside.write_text(json.dumps({"id": made}) + "\n", encoding="utf-8")
     os.replace(beside, path)

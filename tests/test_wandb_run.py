@@ -277,7 +277,9 @@ def test_a_host_that_does_not_answer_stops_nothing(root: Path, mode: str) -> Non
         ("auto", "online", True, "online"),  # asked for: not looked whether it can be reached
         ("online", "offline", True, "online"),
         ("auto", "online", False, "WANDB_MODE=online, but there is no key"),
-        ("auto", "sometimes", False, "WANDB_MODE=sometimes is none of online"),
+        ("auto", "sometimes", False, "offline"),
+        ("auto", "", False, "offline"),
+        ("auto", None, None, "offline"),
         ("online", None, None, "API key must have 40"),
     ],
 )
@@ -300,12 +302,83 @@ def test_modes(
     wandb.teardown()  # it looks for keys once in a process
     try:
         if found in ("online", "offline", "disabled"):
-            assert wandb_run.decide(track, tmp_path)[0] == found
+            assert wandb_run.decide(track, tmp_path, lambda line: None)[0] == found
         else:
             with pytest.raises(UserError, match=found):
-                wandb_run.decide(track, tmp_path)
+                wandb_run.decide(track, tmp_path, lambda line: None)
     finally:
         wandb.teardown()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("WANDB_SILENT", "maybe", "passed over: WANDB_SILENT='maybe'"),
+        ("WANDB_BASE_URL", "api.example.org", "passed over: WANDB_BASE_URL='api.example.org'"),
+        ("WANDB_SERVICE", "broken", "passed over: WANDB_SERVICE='broken'"),
+        ("WANDB_SERVICE", "3-99999-unix-/nobody/listens", "passed over: WANDB_SERVICE='3-99999-unix"),
+        ("WANDB_MODE", "sometimes", "passed over: WANDB_MODE='sometimes'"),
+        ("WANDB_API_KEY", "short", "cannot be read (WANDB_API_KEY invalid"),
+        ("NETRC", "no text", "cannot be read ('utf-8' codec"),
+        ("WANDB_CONFIG_DIR", "no text", "disabled, as it cannot be used: 'utf-8' codec"),
+        ("WANDB_MODE", "", "as there is no key"),
+    ],
+)
+def test_what_is_wrong_with_wandb_alone_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
+) -> None:
+    """And a mistake where an online mode was asked for."""
+    import wandb
+
+    if value == "no text":
+        file = tmp_path / "bad" if variable == "NETRC" else tmp_path / "bad/settings"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"\xff\xfe[")
+        value = str(tmp_path / "bad")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    own = {"NETRC": str(tmp_path / "none"), "WANDB_CONFIG_DIR": str(tmp_path / "none"), variable: value}
+    track = tiny.configure(*tiny.settings(tmp_path, "track.mode=auto")).track
+    for mode in ("auto", "online"):
+        for name, setting in own.items():
+            monkeypatch.setenv(name, setting)
+        lines: list[str] = []
+        wandb.teardown()
+        try:
+            if mode == "auto":
+                found = wandb_run.choose_mode(track, tmp_path, lines.append)
+                assert found == ("disabled" if "disabled" in said else "offline")
+                assert sum(said in line for line in lines) == 1 and len(lines) <= 2, lines
+                assert all("short" not in line for line in lines)
+            else:
+                with pytest.raises(UserError, match=r"track\.mode=online, but"):
+                    wandb_run.choose_mode(replace(track, mode="online"), tmp_path, lines.append)
+        finally:
+            wandb.teardown()
+
+
+def test_the_environment_beats_our_defaults(root: Path) -> None:
+    found = {}
+    for name, more in (("env", ()), ("both", ("track.project=given",))):
+        env = {"WANDB_PROJECT": "theirs", "WANDB_NAME": "shown", "WANDB_RUN_ID": f"id{name}", "WANDB_TAGS": "a,b"}
+        job = tiny.Job(_with_theirs, str(root), env, [f"name={name}", *more], log=root / f"{name}.log")
+        assert job.wait() == 0, job.output()
+        (record,) = of_type(inspect(root / "runs" / name / "wandb/latest-run"), "run")
+        found[name] = [record[key] for key in ("project", "display_name", "run_id", "tags")]
+    assert found["env"] == ["theirs", "env", "idenv", ["a", "b"]]  # name= was given, so it beats WANDB_NAME
+    assert found["both"] == ["given", "both", "idboth", ["a", "b"]]
+
+
+def _with_theirs(root: str, env: dict[str, str], more: list[str]) -> None:
+    os.environ |= env
+    tiny.command(tiny.settings(Path(root), "track.mode=offline", "train.steps=1", *more))
+
+
+def test_wandb_disabled_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    track = tiny.configure(*tiny.settings(tmp_path, "track.mode=auto")).track
+    assert wandb_run.decide(track, tmp_path, print) == ("disabled", "")
+    assert wandb_run.decide(replace(track, mode="offline"), tmp_path, print)[0] == "offline"
 
 
 def run_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> tuple[Tracker, wandb_run.WandbRun, list[str]]:
