@@ -1,7 +1,8 @@
 """A run's folder: who may work in it, which settings it was started with, and where it goes on.
 
-``runs/NAME`` holds ``config.yaml``, ``metrics.jsonl``, ``.lock`` and ``checkpoints/``. One live job a folder: the
-lock is the kernel's, so it goes when its holder dies, however it dies. Everything here is done by rank 0.
+``runs/NAME`` holds ``config.yaml``, ``metrics.jsonl``, ``.lock`` and ``checkpoints/``, and of a fine-tuning
+``questions.json``. One live job a folder: the lock is the kernel's, so it goes when its holder dies, however it dies.
+Everything here is done by rank 0.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def start_of(folder: Path, config: Run, show: Callable[[str], None], branch: str
     path = _newest(folder, show) if config.resume is None else _asked_for(folder, config.resume)
     branched = path is None and branch is not None
     if branched:
-        path = unlinked(Path(str(branch)))
+        path = unlinked(Path(str(branch)).expanduser())
     # The newest good one has been verified; what a flag names has not.
     manifest_of = checkpoint.verify if branched or config.resume is not None else checkpoint.read_manifest
     manifest = None if path is None else manifest_of(path)

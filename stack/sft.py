@@ -131,7 +131,7 @@ def _range(first: int, last: int) -> range:
 
 def _pack(config: FineTune, words: Tokenizer, display: Display) -> Path:
     if config.chat.packed is not None:
-        return Path(config.chat.packed)
+        return open_packed(Path(config.chat.packed)).folder
     return pack(config.chat, words, Path(config.data_dir), display.show, window=config.train.window).folder
 
 
@@ -243,7 +243,13 @@ def _replayed_before(config: FineTune, folder: Path, identity: dict[str, Any], d
     if not config.sft.replay:
         return None
     if "replay" not in identity:
-        return _replayed(config, load_base(config.base, config.runs_dir, display.show))
+        try:
+            return _replayed(config, load_base(config.base, config.runs_dir, display.show))
+        except UserError as error:
+            raise UserError(
+                f"{folder} was saved by an older version, and only its base knows which text sft.replay="
+                f"{config.sft.replay} repeats: {error}; bring the base back"
+            ) from error
     root = Path(config.data_dir)
     found = resuming.find_packed(identity["replay_folder"], identity["replay"], folder, root)
     if found is None:

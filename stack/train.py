@@ -59,7 +59,8 @@ def _folders(config: Config, start: run_folder.Start, show: Callable[[str], None
     root = Path(config.data_dir)
 
     def packed_with(words: tokenizer.Tokenizer) -> Path:
-        return Path(config.data.packed) if config.data.packed else pack(config.data, words, root, show).folder
+        named = config.data.packed
+        return (open_packed(Path(named)) if named else pack(config.data, words, root, show)).folder
 
     if start.resumed:
         packed = resuming.packed_of(start, root, lambda: packed_with(tokenizer.load(str(start.checkpoint))), show)
@@ -71,7 +72,7 @@ def _folders(config: Config, start: run_folder.Start, show: Callable[[str], None
         packed = resuming.packed_of_parent(start, config, root) if start.branched else None
         if packed is None:
             raise
-        show(f"{error}; the branch learns from {packed}, as {start.checkpoint} did")
+        show(f"the branch learns from {packed}, as {start.checkpoint} did, for its own data cannot be made: {error}")
         return [str(start.checkpoint), str(packed)]
 
 

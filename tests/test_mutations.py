@@ -141,8 +141,8 @@ MUTANTS = [
     ),
     Mutant(
         "5", "restore the step late", "stack/trainer.py",
-        "self.state = State(**loaded.state)",
-        "self.state = State(**loaded.state | {'step': loaded.state['step'] - 1})",
+        "return cls(**loaded.state)",
+        "return cls(**loaded.state | {'step': loaded.state['step'] - 1})",
         (RUN,),
     ),
     Mutant(

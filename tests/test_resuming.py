@@ -125,10 +125,14 @@ def test_finished_is_said_without_anything_else(project: Path, capsys: pytest.Ca
         assert "finished already: step 6 of 6" in capsys.readouterr().out
 
 
-def test_replayed_text_that_is_gone_is_named(project: Path) -> None:
+def test_replayed_text_that_is_gone_is_named(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree("data/packed/own-8151600f")
     with pytest.raises(UserError, match=r"replays the packed text data/packed/own-8151600f .* bring it back"):
         old_runs.go_on("talk", "train.steps=9")
+    monkeypatch.chdir(old_runs.copy(old_runs.OLD, tmp_path / "old"))
+    shutil.rmtree("runs/tiny")  # an older version's checkpoint names no replayed text, but its base does
+    with pytest.raises(UserError, match=r"was saved by an older version, .* runs/tiny.* bring the base back"):
+        old_runs.go_on("talk")
 
 
 # ---------------------------------------------------------------------------------------------------- resume=, links

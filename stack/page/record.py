@@ -165,8 +165,7 @@ def _read_metrics(record: Record) -> None:
 
 
 def _read_checkpoints(record: Record) -> None:
-    found = sorted((record.folder / "checkpoints").glob("step-*"))
-    for path in found:
+    for path in checkpoint.steps(record.folder / "checkpoints"):
         try:
             record.manifests[path.name] = checkpoint.read_manifest(path)
         except UserError as error:
