@@ -14,6 +14,7 @@ from rich.console import Console
 
 from stack import answers, checkpoint, conversation, machine, run_folder, vocabulary
 from stack.base import Base, build, load_base
+from stack.compare import compare
 from stack.config import FineTune, UserError, entry
 from stack.data.batches import Batches, Mixed, in_order
 from stack.data.packing import Packed, open_packed, pack
@@ -177,7 +178,7 @@ def _replayed(config: FineTune, base: Base) -> Packed:
     return open_packed(Path(folder), base.tokenizer)
 
 
-main = entry("sft", FineTune, run)
+main = entry("sft", FineTune, run, positional="base", compare=compare)
 
 if __name__ == "__main__":
     main()

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from stack import machine, run_folder, tokenizer
+from stack.compare import compare
 from stack.config import Config, entry
 from stack.data.batches import Batches, in_order
 from stack.data.packing import Packed, open_packed, pack
@@ -75,7 +76,7 @@ def identity(config: Config, words: tokenizer.Tokenizer, packed: Packed) -> dict
     }
 
 
-main = entry("train", Config, run)
+main = entry("train", Config, run, compare=compare)
 
 if __name__ == "__main__":
     main()

@@ -189,7 +189,7 @@ class Trainer:
             self.display.show(f"going on from {start.checkpoint}: step {start.step} of {self.steps}")
         fixed = {"steps": self.steps, "device": self.device, "dtype": str(self.dtype), "identity": self.identity}
         fixed["memory"] = {"planned": asdict(self.plan) | {"peak": self.plan.peak}, "measured": self.measured}
-        fixed["command"] = command()
+        fixed["command"] = command(self.config.name)
         self.ranks.on_main(lambda: run_folder.begin(self.folder, self.config, start, fixed, self.display.show))
         self.resolved = fixed
 

@@ -124,7 +124,7 @@ def test_contradictions_are_told_at_once_each_with_the_flags_to_change() -> None
         ("optim.beta1", 1.0), ("optim.eps", 0.0), ("data.validation", 0.0), ("data.validation", 1.0),
         ("train.clip", -1), ("schedule.decay", 1.1), ("optim.lr", float("nan")), ("optim.lr", float("inf")),
         ("train.steps", 0), ("device", "tpu"), ("train.window", 2.5), ("seed", None), ("model.qk_norm", "perhaps"),
-        ("name", [3]), ("data.files", "a.txt"), ("checkpoint", "often"),
+        ("name", [3]), ("data.files", 3), ("data_dir", ""), ("checkpoint", "often"),
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_or_of_another_type_is_named(flag: str, value: object) -> None:
