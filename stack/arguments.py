@@ -183,18 +183,19 @@ def _flags(arguments: list[str], door: Door) -> tuple[list[str], argparse.Namesp
     def refuse(message: str) -> NoReturn:
         raise UserError(f"{message}; --help lists what there is")
 
+    end = arguments.index("--") if "--" in arguments else len(arguments)  # what comes after it is no flag
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]  argparse would print its usage
-    options, unknown = parser.parse_known_intermixed_args(arguments)
+    options, unknown = parser.parse_known_intermixed_args(arguments[:end])
     if unknown:
         raise UserError("\n".join(_no_flag(flag, door) for flag in unknown))
     flags, words = [], list(options.overrides)
-    for argument in arguments:
+    for argument in arguments[:end]:
         if words and argument == words[0]:
             words.pop(0)
-        elif argument != "--":
+        else:
             flags.append(argument)
-    return flags, options, list(options.overrides)
+    return flags, options, [*options.overrides, *arguments[end + 1 :]]
 
 
 def _no_flag(flag: str, door: Door) -> str:
@@ -298,7 +299,7 @@ def _path_for_hydra(kind: Kind, value: str) -> str:
     """A path or a list of paths in the quotes that Hydra's grammar asks for."""
     if re.fullmatch("null", value, re.IGNORECASE) and not exists(value):
         return "null"
-    if kind is Kind.PATH or ("${" in value and not value.startswith("[") and not exists(value)):
+    if kind is Kind.PATH or (_REFERS.search(value) and not value.startswith("[") and not exists(value)):
         return _for_hydra(value)
     if exists(value):
         return f"[{quoted(value)}]"
@@ -312,20 +313,27 @@ def _for_hydra(path: str) -> str:
     """One path as typed, in Hydra's quotes."""
     if exists(path):
         return quoted(path)
-    text = _quoted_text(path)
-    text = _ESCAPE.sub(r"\1", path) if text is None else text
-    return _in_quotes(text)  # ${…} stays what it is
+    if (text := _quoted_text(path)) is not None:
+        return _in_quotes(text)  # with ${…} and \\${ as they are
+    text = _ESCAPE.sub(r"\1", path)
+    return _in_quotes(text) if _REFERS.search(text) else quoted(text)
 
 
 _ESCAPE = re.compile(r"\\([\\()\[\]{}:=, \t])")  # of Hydra's grammar
+_REFERS = re.compile(r"\$\{.+\}", re.DOTALL)  # to another setting
 
 
 def exists(path: str) -> bool:
-    """Whether a path as typed, with ``~`` or as a glob pattern, is there."""
-    full = os.path.expanduser(path)
+    """Whether a path is there as it is typed, but for ``~``."""
+    return os.path.lexists(os.path.expanduser(path))
+
+
+def _matches(pattern: str) -> bool:
+    """Whether a glob pattern stands for a file."""
+    full = os.path.expanduser(pattern)
     try:
-        return os.path.lexists(full) or (glob.has_magic(full) and any(glob.iglob(full, recursive=True)))
-    except (ValueError, re.error):  # no path at all
+        return glob.has_magic(full) and any(glob.iglob(full, recursive=True))
+    except re.error:
         return False
 
 
@@ -343,7 +351,7 @@ def _paths(text: str) -> list[str]:
             whole = text[spans[first][0] : spans[last][1]].strip()
             if len(whole) > LONGEST:
                 break
-            there = _is_there(whole)
+            there = _is_there(whole) or (last == first and _says_so(whole))
             if there or last == first:
                 missing, others, _ = best[last + 1]
                 readings.append((missing + (not there), others - 1, last + 1))
@@ -359,8 +367,13 @@ def _paths(text: str) -> list[str]:
 
 
 def _is_there(piece: str) -> bool:
-    text = _quoted_text(piece)
-    return exists(piece) or text is not None or exists(_ESCAPE.sub(r"\1", piece)) or "${" in piece
+    plain = _ESCAPE.sub(r"\1", piece)
+    return exists(piece) or exists(plain) or _matches(piece) or _matches(plain)
+
+
+def _says_so(piece: str) -> bool:
+    """Whether a piece says itself that it is one path."""
+    return _quoted_text(piece) is not None or _REFERS.search(piece) is not None
 
 
 def _pieces(text: str, lists: bool = False) -> list[str]:
@@ -384,7 +397,7 @@ def _spans(text: str, pieces: list[str]) -> list[tuple[int, int]]:
     return spans
 
 
-_UP_TO_COMMA = re.compile(r"[^,]*", re.DOTALL)
+_UP_TO_COMMA = re.compile(r"(?:\$\{[^}]*\}|[^,])*", re.DOTALL)
 _IN_BRACKETS = re.compile(r"\s*\[[^\]]*\]\s*(?=,|$)", re.DOTALL)
 _IN_QUOTES = re.compile(r"""\s*(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')\s*(?=,|$)""", re.DOTALL)
 
