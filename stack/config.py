@@ -555,7 +555,6 @@ def entry(
     door = Door(config_name, schema, positional)
 
     def main() -> None:
-        _typed.clear()  # of an earlier call
         done: list[Job] = []
         codes: list[int] = []
         title: list[str] = []
@@ -582,7 +581,7 @@ def entry(
         except UserError as error:
             _tell(error)
             sys.exit(2)
-        _typed.update(given.typed)
+        _given[:] = [given]
         task = run_one if given.several else run
         try:
             with _composed(given):
@@ -673,7 +672,17 @@ def _renamed(values: DictConfig, name: str) -> DictConfig:
     return values
 
 
-_typed: dict[str, str] = {}  # what a person typed, by what Hydra got of it
+def _as_typed(override: str) -> str:
+    """What a person typed for what Hydra has of a setting: it writes the settings of a sweep's jobs anew."""
+    key = override.partition("=")[0]
+    for read in _given:
+        typed = [word for ours, word in read.typed.items() if ours == override or ours.startswith(f"{key}=")]
+        if typed and key.lstrip("+") not in read.swept:
+            return typed[-1]
+    return override.removeprefix("++")
+
+
+_given: list[Given] = []  # the command line of this process
 
 
 def command(name: str) -> str | None:
@@ -685,7 +694,7 @@ def command(name: str) -> str | None:
     if not HydraConfig.initialized():
         return None
     told = HydraConfig.get()
-    given = [_typed.get(text, text.removeprefix("++")) for text in OmegaConf.to_container(told.overrides.task)]
+    given = [_as_typed(text) for text in OmegaConf.to_container(told.overrides.task)]
     if told.mode == RunMode.MULTIRUN:
         given = [*(text for text in given if not text.startswith("name=")), f"name={name}"]
     python = Path(sys.executable)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from stack.arguments import parsed, text_of
 
-_SAFE = re.compile(r"[\w.+-]{1,40}")  # in a shell, in a file system, in a name=
+# Safe in a shell, in a file system and in name=. A dash of another text could be taken for the one in front of a key.
+_SAFE = re.compile(r"[\w.+]{1,40}|-?\d{1,20}(\.\d{1,20})?(e-?\d{1,3})?")
 _LONGEST = 150  # characters of a name; file systems take 255 bytes
 _DIGITS = 6  # of a digest, where a value does not fit a name
 
