@@ -513,7 +513,7 @@ def _of_data(group: str, data: Data) -> list[_Check]:
     return [
         (
             bool(sources) or data.packed is not None,
-            f"no text: give {group}.files='[a.jsonl]', {group}.hub.path=NAME or a {group} group",
+            f"no text: give {group}.files=a.jsonl, {group}.hub.path=NAME or a {group} group",
         ),
         _of_name(f"{group}.name", data.name),
         *(
