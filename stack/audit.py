@@ -86,7 +86,7 @@ def _summary(found: dict[str, Any]) -> list[str]:
     ]
 
 
-main = entry("audit", Audit, run, raw=("checkpoint", "counts", "json"))
+main = entry("audit", Audit, run, positional="checkpoint")
 
 if __name__ == "__main__":
     main()

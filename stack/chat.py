@@ -173,7 +173,7 @@ def _write(piece: str) -> None:
     sys.stdout.flush()
 
 
-main = entry("chat", Chat, run, raw=("checkpoint", "prompt", "system", "prompt_file"))
+main = entry("chat", Chat, run, positional="checkpoint")
 
 if __name__ == "__main__":
     main()

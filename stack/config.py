@@ -11,30 +11,34 @@ import dataclasses
 import difflib
 import errno
 import os
-import re
 import shlex
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from yaml import YAMLError
 
+from stack import arguments, sweep
+from stack.arguments import CONF, Door, Given, Paths, PathText, Text
+from stack.errors import EchoError, LostError, UserError
 from stack.home import home
+from stack.sweep import Job
 
 # A name may look like a number: name=2024.
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
-_HERE = Path(__file__).resolve().parent
-# The configurations stand beside the package in a checkout and inside it in a wheel.
-CONF = str(next(folder for folder in (_HERE / "conf", _HERE.parent / "conf") if folder.is_dir()))
-
 
 MIN_VOCABULARY = 320  # 256 bytes and two control tokens, up to a multiple of 64
 LENGTHS = ("steps", "tokens", "minutes", "epochs")  # of train; exactly one is given
@@ -45,18 +49,6 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean
-
-
-class UserError(ValueError):
-    """What a person can mend. Entry points print its message alone and exit with 2."""
-
-
-class EchoError(UserError):
-    """A :class:`UserError` of another rank: rank 0 tells it, and nobody else."""
-
-
-class LostError(Exception):
-    """Another rank is gone, or failed by a fault of ours. The cause, with its traceback, is told there."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -92,14 +84,14 @@ class Tokenizer:
     vocab_size: Annotated[int, Field(ge=MIN_VOCABULARY, multiple_of=64)]  # as the table's rows are
     sample_mb: Positive  # at most this much text is sampled for training, spread over the sources by weight
     seed: int
-    folder: str | None  # take this tokenizer and train none
+    folder: PathText | None  # take this tokenizer and train none
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Hub:
     """A data set of the Hugging Face hub, or a local data set folder."""
 
-    path: str
+    path: PathText
     name: str | None = None
     split: str = "train"
     revision: str | None = None
@@ -110,7 +102,7 @@ class Hub:
 class Source:
     """One source of text: local files or a hub set, with a weight."""
 
-    files: tuple[str, ...] = ()
+    files: Paths = ()
     hub: Hub | None = None
     text: str = "text"  # the field that holds the text
     weight: NotNegative = 1.0  # a document is packed floor(weight) times, plus once more by a seeded coin
@@ -122,7 +114,7 @@ class Source:
 class HubFlags:
     """``data.hub.path=…`` on the command line: one hub set in the place of the group's sources."""
 
-    path: str | None
+    path: PathText | None
     name: str | None
     split: str
     revision: str | None
@@ -135,7 +127,7 @@ class Data:
 
     name: str
     sources: dict[str, Source]
-    files: tuple[str, ...]  # one's own files, in the place of the group's sources
+    files: Paths  # one's own files, in the place of the group's sources
     hub: HubFlags
     text: str
     on_bad_row: Literal["skip", "error"]
@@ -145,7 +137,7 @@ class Data:
     seed: int
     workers: Natural  # processes that encode; 0: one per processor
     shard_mb: Positive  # size at which a shard is closed
-    packed: str | None  # train on this packed folder and pack none
+    packed: PathText | None  # train on this packed folder and pack none
 
     def resolved_sources(self) -> dict[str, Source]:
         """The sources in force: ``data.files`` and ``data.hub.path`` replace the group's own."""
@@ -196,7 +188,7 @@ class Sft:
     tokens: tuple[str, ...]  # control tokens that the vocabulary grows by, where it has not got them
     optimizer: Literal["continue", "fresh"]  # keep the base's moments, or start without
     replay: Annotated[float, Field(ge=0, lt=1)]  # share of each step's windows that are pretraining text
-    replay_data: str | None  # a packed folder for replay; the base's own otherwise
+    replay_data: PathText | None  # a packed folder for replay; the base's own otherwise
     show: Natural  # print so many packed conversations with what is supervised coloured, and stop
     answers: Natural  # held-out conversations of each source that are answered and checked at every validation
     answer_tokens: Count  # the most tokens of such an answer
@@ -315,9 +307,9 @@ class Run:
     device: Literal["auto", "cpu", "cuda", "mps"]
     precision: Literal["auto", "float32", "bf16"]
     compile: Literal["auto", "on", "off"]
-    resume: str | None  # a checkpoint of this run to go back to; the newest good one otherwise
-    data_dir: str
-    runs_dir: str
+    resume: PathText | None  # a checkpoint of this run to go back to; the newest good one otherwise
+    data_dir: PathText
+    runs_dir: PathText
     train: Train
     optim: Optim
     schedule: Schedule
@@ -333,7 +325,7 @@ class Run:
 class Config(Run):
     """All of ``python -m stack.train``."""
 
-    branch: str | None  # a checkpoint whose weights and moments start this new run
+    branch: PathText | None  # a checkpoint whose weights and moments start this new run
     model: Model
     tokenizer: Tokenizer
     data: Data
@@ -364,7 +356,7 @@ class Planned(Config):
 class FineTune(Run):
     """All of ``python -m stack.sft``."""
 
-    base: str  # a run, a checkpoint, or any Hugging Face folder of type Qwen3 or Llama
+    base: PathText  # a run, a checkpoint, or any Hugging Face folder of type Qwen3 or Llama
     chat: Conversations
     sft: Sft
 
@@ -373,10 +365,10 @@ class FineTune(Run):
 class Chat:
     """All of ``python -m stack.chat``."""
 
-    checkpoint: str  # a run, a checkpoint, or any Hugging Face folder of type Qwen3 or Llama
-    prompt: str | None  # one shot: any text, taken as it is
-    prompt_file: str | None  # one shot from a file
-    system: str | None  # a system turn in front
+    checkpoint: PathText  # a run, a checkpoint, or any Hugging Face folder of type Qwen3 or Llama
+    prompt: Text | None  # one shot: any text, taken as it is
+    prompt_file: PathText | None  # one shot from a file
+    system: Text | None  # a system turn in front
     tokens: Count  # the most tokens of an answer
     temperature: NotNegative  # 0: the likeliest token
     top_k: Natural  # 0: all
@@ -384,19 +376,19 @@ class Chat:
     seed: int
     device: Literal["auto", "cpu", "cuda", "mps"]
     precision: Literal["auto", "float32", "bf16"]
-    runs_dir: str  # where a run is looked for by its name
+    runs_dir: PathText  # where a run is looked for by its name
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Audit:
     """All of ``python -m stack.audit``."""
 
-    checkpoint: str  # a run, a checkpoint, or any Hugging Face folder of type Qwen3 or Llama, tied or not
-    counts: str | None  # a packed folder whose occurrences are shown; those that a checkpoint names otherwise
+    checkpoint: PathText  # a run, a checkpoint, or any Hugging Face folder of type Qwen3 or Llama, tied or not
+    counts: PathText | None  # a packed folder whose occurrences are shown; those that a checkpoint names otherwise
     unused: tuple[Natural, ...]  # ids of rows that are known to be unused; found in the vocabulary otherwise
     top: Count  # rows that are listed
-    json: str | None  # a file for all of it; "-" is standard output
-    runs_dir: str  # where a run is looked for by its name
+    json: PathText | None  # a file for all of it; "-" is standard output
+    runs_dir: PathText  # where a run is looked for by its name
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -404,7 +396,7 @@ class Dashboard:
     """All of ``python -m stack.dashboard``."""
 
     name: str
-    file: str  # where it is written when not online
+    file: PathText  # where it is written when not online
     group_by: tuple[str, ...]  # keys of the runs' configuration; runs with equal values are drawn as one
     track: Track
 
@@ -413,9 +405,9 @@ class Dashboard:
 class Report:
     """All of ``python -m stack.report``."""
 
-    runs: Annotated[tuple[str, ...], Field(min_length=1)]  # names or folders; several stand side by side
-    out: str | None  # the page
-    runs_dir: str  # where a run is looked for by its name
+    runs: Annotated[Paths, Field(min_length=1)]  # names or folders; several stand side by side
+    out: PathText | None  # the page
+    runs_dir: PathText  # where a run is looked for by its name
 
 
 Schema = TypeVar("Schema", Config, Planned, FineTune, Chat, Audit, Dashboard, Report)
@@ -445,7 +437,7 @@ def _plain_values(config: DictConfig) -> dict[str, Any]:
     try:
         return OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"the configuration cannot be resolved: {error}") from error
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
 def _describe(problem: Any, schema: type) -> str:
@@ -528,7 +520,7 @@ def _of_data(group: str, data: Data) -> list[_Check]:
     return [
         (
             bool(sources) or data.packed is not None,
-            f"no text: give {group}.files='[a.jsonl]', {group}.hub.path=NAME or a {group} group",
+            f"no text: give {group}.files=a.jsonl, {group}.hub.path=NAME or a {group} group",
         ),
         _of_name(f"{group}.name", data.name),
         *(
@@ -547,67 +539,178 @@ def _of_name(flag: str, name: str) -> _Check:
 
 
 def entry(
-    config_name: str, schema: type[Schema], job: Callable[[Schema], int], *, raw: tuple[str, ...] = ()
+    config_name: str,
+    schema: type[Schema],
+    job: Callable[[Schema], int],
+    *,
+    positional: str | None = None,
+    compare: Callable[[str, Sequence[Job]], None] | None = None,
 ) -> Callable[[], None]:
     """The ``main`` of an entry point: compose ``conf/CONFIG_NAME.yaml`` with the command line, then ``job``.
 
-    Settings named in ``raw`` are texts of a person: they are taken as they are and never parsed.
+    Args:
+        config_name: the entry point is ``stack.CONFIG_NAME``.
+        schema: its settings; which of them are paths and texts, that are taken as typed, the types say.
+        job: returns the exit code.
+        positional: the setting that an argument without ``KEY=`` stands for.
+        compare: gets the title and the jobs of a sweep (``-m``) at its end; without it there is no sweep.
 
-    ``job`` returns the exit code. A :class:`UserError`, and what Hydra finds wrong with the command line, print one
-    message and exit with 2; any other exception keeps its traceback and exits with 1.
+    A :class:`UserError`, and what Hydra finds wrong with the command line, print one message and exit with 2; any other
+    exception keeps its traceback and exits with 1. A sweep attempts all of its jobs and exits as the first failed one;
+    a signal ends it.
     """
-    code: int | None = None  # None: Hydra did not come to the job
-    texts: dict[str, str] = {}
+    door = Door(config_name, schema, positional)
 
-    def run(values: DictConfig) -> None:
-        nonlocal code
-        code = 1
-        try:
-            config = typed({**_plain_values(values), **texts}, schema)
-            with home():
-                code = job(config)
-        except UserError as error:
-            if not isinstance(error, EchoError):
-                rank = os.environ.get("RANK", "0")
-                print(f"error: {error}" if rank == "0" else f"rank {rank}: error: {error}", file=sys.stderr)
-            code = 2
-        except LostError as error:
-            print(f"rank {os.environ.get('RANK', '0')}: stopped: {error}", file=sys.stderr)
-        except KeyboardInterrupt:
-            print("interrupted; the same command goes on from what is finished", file=sys.stderr)
-            code = 130
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno in NO_ROOM:
-                print(f"error: {error}; make room, or give other folders with data_dir and runs_dir", file=sys.stderr)
-                code = 2
-            else:
-                traceback.print_exc()  # Hydra would cut it short
+    def at_home(config: Schema) -> int:
+        with home():
+            return job(config)
 
     def main() -> None:
-        nonlocal code
-        given = [(argument, *argument.partition("=")[::2]) for argument in sys.argv[1:]]
-        code = None
-        texts.clear()  # of an earlier call
-        texts.update({key: value for argument, key, value in given if key in raw and "=" in argument})
-        sys.argv[1:] = [_left_to_us(argument) for argument, key, _ in given if key not in texts]
+        done: list[Job] = []
+        codes: list[int] = []
+        title: list[str] = []
+
+        def run(values: DictConfig) -> None:
+            codes.append(1)  # whatever happens
+            codes[-1] = _exit_code(lambda: at_home(typed(values, schema)))
+
+        def run_one(values: DictConfig) -> None:
+            codes.append(1)
+            one = _job_of(values, given.swept)
+            title.append(sweep.title_of(values.get("name", config_name), one.differs))
+            _say(f"job {len(codes)}: {', '.join(f'{k}={v}' for k, v in one.differs.items()) or 'nothing differs'}")
+            with sweep.apart(title[0]):
+                codes[-1] = _exit_code(lambda: at_home(typed(_renamed(values, one.name), schema)))
+            done.append(dataclasses.replace(one, code=codes[-1]))
+            if codes[-1] > 128 or (codes[-1] and int(os.environ.get("WORLD_SIZE", "1")) > 1):
+                raise SystemExit(codes[-1])  # ranks whose jobs end differently would wait for each other
+
         try:
-            hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(run)()
+            given = arguments.read(sys.argv[1:], door)
+            if given.several and compare is None:
+                raise UserError(f"stack.{config_name} does one thing at a time; leave -m out")
+        except UserError as error:
+            _tell(error)
+            sys.exit(2)
+        _given[:] = [given]
+        task = run_one if given.several else run
+        try:
+            with _composed(given):
+                hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(task)()
         except SystemExit as stop:
-            code = 2 if code is None and stop.code else stop.code
-        sys.exit(code)
+            if stop.code and not any(codes):
+                codes.append(2 if not codes else int(stop.code))
+        except KeyboardInterrupt:
+            _say_interrupted()
+            codes.append(130)
+        except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+            _tell(UserError(arguments.explained(error, door)))
+            codes.append(2)
+        if done and compare is not None and os.environ.get("RANK", "0") == "0":
+            _exit_code(lambda: compare(title[0], done) or 0)
+        sys.exit(next((code for code in codes if code), 0))
 
     return main
 
 
-def command() -> str | None:
+def _exit_code(work: Callable[[], int]) -> int:
+    """What ``work`` returns, or the exit code of what it raises, which is told."""
+    try:
+        return work()
+    except UserError as error:
+        _tell(error)
+        return 2
+    except LostError as error:
+        print(f"rank {os.environ.get('RANK', '0')}: stopped: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        _say_interrupted()
+        return 130
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            print(f"error: {error}; make room, or give other folders with data_dir and runs_dir", file=sys.stderr)
+            return 2
+        traceback.print_exc()  # Hydra would cut it short
+        return 1
+
+
+def _tell(error: UserError) -> None:
+    if not isinstance(error, EchoError):
+        rank = os.environ.get("RANK", "0")
+        print(f"error: {error}" if rank == "0" else f"rank {rank}: error: {error}", file=sys.stderr)
+
+
+def _say_interrupted() -> None:
+    print("interrupted; the same command goes on from what is finished", file=sys.stderr)
+
+
+def _say(line: str) -> None:
+    """One line, of rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
+
+
+@contextmanager
+def _composed(given: Given) -> Iterator[None]:
+    """Around Hydra: it reads what we have read, raises what it finds wrong, and leaves no folder of its own."""
+    before = sys.argv
+    full = os.environ.get("HYDRA_FULL_ERROR")
+    with tempfile.TemporaryDirectory() as scratch:
+        swept = [f"hydra.sweep.dir={arguments.quoted(scratch)}", "hydra.sweep.subdir=."] if given.several else []
+        sys.argv = [before[0], *given.hydra, *(one for one in swept if not _has(given.hydra, one))]
+        os.environ["HYDRA_FULL_ERROR"] = "1"
+        try:
+            yield
+        finally:
+            sys.argv = before
+            os.environ.pop("HYDRA_FULL_ERROR") if full is None else os.environ.update(HYDRA_FULL_ERROR=full)
+
+
+def _has(given: list[str], override: str) -> bool:
+    key = override.partition("=")[0]
+    return any(argument.partition("=")[0] == key for argument in given)
+
+
+def _job_of(values: DictConfig, swept: Sequence[str]) -> Job:
+    """The job of a sweep that has just begun."""
+    told = HydraConfig.get()
+    keys = [*swept, *(told.sweeper.get("params") or {})]
+    differs = sweep.differences(OmegaConf.to_container(told.overrides.task), keys)
+    name = sweep.name_of(str(values.get("name", "")), differs)
+    return Job(name, differs, arguments.expanded(str(values.get("runs_dir", "."))), 1)
+
+
+def _renamed(values: DictConfig, name: str) -> DictConfig:
+    if "name" in values:
+        values.name = name
+    return values
+
+
+def _as_typed(override: str) -> str:
+    """What a person typed for what Hydra has of a setting: it writes the settings of a sweep's jobs anew."""
+    key = override.partition("=")[0]
+    for read in _given:
+        typed = [word for ours, word in read.typed.items() if ours == override or ours.startswith(f"{key}=")]
+        if typed and key.lstrip("+") not in read.swept:
+            return typed[-1]
+    return override.removeprefix("++")
+
+
+_given: list[Given] = []  # the command line of this process
+
+
+def command(name: str) -> str | None:
     """The command line that started this process, to be given again; None where it is none of this program's.
 
-    ``resume=`` is left out: it went back once, and going on does not.
+    ``resume=`` is left out: it went back once, and going on does not. Of a job of a sweep it is the command of this job
+    alone, whose run is ``name``.
     """
     if not HydraConfig.initialized():
         return None
-    given = [text.removeprefix("++") for text in HydraConfig.get().overrides.task]
-    name = HydraConfig.get().job.config_name
+    told = HydraConfig.get()
+    given = [_as_typed(text) for text in OmegaConf.to_container(told.overrides.task)]
+    if told.mode == RunMode.MULTIRUN:
+        given = [*(text for text in given if not text.startswith("name=")), f"name={name}"]
     python = Path(sys.executable)
     here = python.parent.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else Path()
     start = [str(here / "python")]
@@ -615,21 +718,12 @@ def command() -> str | None:
         local, world = (int(os.environ[key]) for key in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
         nodes = [f"--nnodes={world // local}"] if world > local else []
         start = [str(here / "torchrun"), *nodes, f"--nproc-per-node={local}"]
-    return shlex.join([*start, "-m", f"stack.{name}", *(text for text in given if not text.startswith("resume="))])
+    given = [text for text in given if not text.startswith("resume=")]
+    return shlex.join([*start, "-m", f"stack.{told.job.config_name}", *given])
 
 
-def given(flag: str) -> bool:
-    """Whether the command line says ``flag=…``, so that it is no default."""
-    if not HydraConfig.initialized():
-        return False
-    return any(text.lstrip("+").startswith(f"{flag}=") for text in HydraConfig.get().overrides.task)
-
-
-def _left_to_us(argument: str) -> str:
-    """``KEY=VALUE`` as ``++KEY=VALUE``, which Hydra takes whatever KEY is.
-
-    So a misspelt key reaches :func:`typed`, which knows what was meant and tells all problems together.
-    """
-    key, equal, _ = argument.partition("=")
-    ours = bool(equal) and re.fullmatch(r"\w+(\.\w+)*", key) and not key.startswith("hydra.")
-    return f"++{argument}" if ours and not (Path(CONF) / key).is_dir() else argument
+def is_given(key: str) -> bool:
+    """Whether the command line sets ``key``, so that its value is no default; a sweep gives its jobs their names."""
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN and key == "name":
+        return True
+    return any(ours.partition("=")[0].lstrip("+") == key for read in _given for ours in read.typed)

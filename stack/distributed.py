@@ -6,6 +6,8 @@ Nothing is pickled on the wire either: what rank 0 tells the others is JSON.
 from __future__ import annotations
 
 import atexit
+import functools
+import itertools
 import json
 import os
 import socket
@@ -151,6 +153,22 @@ def _failure(error: Exception) -> dict[str, str]:
 
 
 ALONE = Ranks()
+_groups = itertools.count()
+
+
+def _meeting_place() -> dict[str, Any]:
+    """Where the ranks of a process group find each other, another one for each group that this process is in.
+
+    The jobs of a sweep are groups one after the other, and torchrun's store outlives them: under the same keys a rank
+    would find the address that another one had in the job before.
+    """
+    store, rank, world = _store()
+    return {"store": dist.PrefixStore(f"group {next(_groups)}", store), "rank": rank, "world_size": world}
+
+
+@functools.cache
+def _store() -> tuple[Any, int, int]:
+    return next(dist.rendezvous("env://"))
 
 
 @contextmanager
@@ -176,7 +194,7 @@ def ranks(kind: str, device: str) -> Iterator[Ranks]:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda":
         torch.cuda.set_device(local)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", **_meeting_place())
     try:
         waiting = dist.new_group(backend="gloo", timeout=timedelta(days=7))
         yield Ranks(dist.get_rank(), dist.get_world_size(), local, waiting)

@@ -27,7 +27,7 @@ def _folder(name: str, runs_dir: Path) -> Path:
     raise UserError(f"runs: there is no run {name!r}, neither as a folder nor in {runs_dir}; runs there: {known}")
 
 
-main = entry("report", Report, run)
+main = entry("report", Report, run, positional="runs")
 
 if __name__ == "__main__":
     main()

@@ -15,6 +15,7 @@ from rich.console import Console
 from stack import answers, checkpoint, conversation, machine, resuming, run_folder, tokenizer, vocabulary
 from stack.answers import Question
 from stack.base import Base, build, load_base, model_of
+from stack.compare import compare
 from stack.config import FineTune, Model, UserError, entry
 from stack.data.batches import Batches, Mixed, in_order
 from stack.data.packing import Packed, open_packed, pack
@@ -260,7 +261,7 @@ def _replayed_before(config: FineTune, folder: Path, identity: dict[str, Any], d
     return open_packed(found)
 
 
-main = entry("sft", FineTune, run)
+main = entry("sft", FineTune, run, positional="base", compare=compare)
 
 if __name__ == "__main__":
     main()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from stack import machine, resuming, run_folder, tokenizer
 from stack.checkpoint import read_manifest
+from stack.compare import compare
 from stack.config import Config, UserError, entry
 from stack.data.batches import Batches, in_order
 from stack.data.packing import Packed, open_packed, pack
@@ -102,7 +103,7 @@ def identity(
     }
 
 
-main = entry("train", Config, run)
+main = entry("train", Config, run, compare=compare)
 
 if __name__ == "__main__":
     main()

@@ -190,7 +190,7 @@ class Trainer:
         self.ranks.on_all(lambda: self._take(start), SHARED)
         fixed = {"steps": self.steps, "device": self.device, "dtype": str(self.dtype), "identity": self.identity}
         fixed["memory"] = {"planned": asdict(self.plan) | {"peak": self.plan.peak}, "measured": self.measured}
-        fixed["command"] = command()
+        fixed["command"] = command(self.config.name)
         self.ranks.on_main(lambda: run_folder.begin(self.folder, self.config, start, fixed, self.display.show))
         self.resolved = fixed
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from stack.config import FineTune, Run, Track, UserError, given, plain
+from stack.config import FineTune, Run, Track, UserError, is_given, plain
 from stack.tracking import MEASURED
 
 if TYPE_CHECKING:
@@ -388,7 +388,7 @@ def _is_texts(value: Any) -> bool:
 
 def _setting(flag: str, variable: str, value: str) -> str:
     """What the command line says comes first, then wandb's variable, then our default."""
-    return value if given(flag) else os.environ.get(variable) or value
+    return value if is_given(flag) else os.environ.get(variable) or value
 
 
 def _id(folder: Path) -> str:

@@ -179,7 +179,7 @@ def test_a_text_on_the_command_line_arrives_as_it_is(prompt: str, system: str) -
     before, sys.argv = sys.argv, ["stack.chat", f"system={system}", f"prompt={prompt}", "seed=3"]
     try:
         with pytest.raises(SystemExit) as stop:
-            config.entry("chat", Chat, lambda c: seen.append(c) or 0, raw=("prompt", "system"))()
+            config.entry("chat", Chat, lambda c: seen.append(c) or 0)()
     finally:
         sys.argv = before
     assert stop.value.code == 0
