@@ -287,6 +287,7 @@ def test_a_cut_conversation_ends_after_its_last_answer_that_fits(words, record, 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 SYSTEM, TOOL = {"role": "system", "content": "a"}, {"role": "tool", "content": "a"}
 CALL = {"name": "f", "arguments": {}}
+FUNCTION = {"name": "f", "description": "a", "parameters": {"type": "object", "properties": {}}}
 
 
 def asked(**changes) -> list[dict]:
@@ -301,6 +302,10 @@ def called(*calls) -> list[dict]:
     return answered(tool_calls=list(calls))
 
 
+def tooled(tools) -> list[dict]:
+    return [SYSTEM | {"tools": tools}, USER, ANSWER]
+
+
 def with_arguments(*some) -> list[list[dict]]:
     return [called(CALL | {"arguments": arguments}) for arguments in some]
 
@@ -312,13 +317,32 @@ BAD = {
     "no assistant turn": [[], [USER], [SYSTEM, USER]],
     "no supervised turn": [answered(weight=0)],
     "content null": [answered(content=None), asked(content=None), [{"role": "user"}, ANSWER]],
-    "empty content": [answered(content=""), asked(content=""), answered(content="", tool_calls=[])],
-    "content not a string": [answered(content=3), asked(content=[{"type": "text", "text": "a"}])],
+    "empty content": [
+        *(answered(content=""), asked(content=""), answered(content="", tool_calls=[])),
+        *(asked(content=[]), asked(content=[{"type": "text", "text": ""}]), [SYSTEM | {"content": ""}, USER, ANSWER]),
+        answered(content="", reasoning_content="a"),
+    ],
+    "reasoning not a string": [answered(thinking=["a"])],
+    "tools of role user": [asked(tools=[FUNCTION])],
+    "tools not in the first turn": [[USER, SYSTEM | {"tools": [FUNCTION]}, ANSWER]],
+    "tools not a list of functions": [tooled(tools) for tools in (3, "f", "{", {"name": "f"}, '{"name": "f"}')],
+    "tool that is no function": [tooled([tool]) for tool in (3, None, "f", [], {"type": "web_search", "name": "f"})],
+    "tool without name": [tooled([tool]) for tool in ({}, {"name": ""}, {"name": 3}, {"function": {"parameters": {}}})],
+    "tools not JSON": [tooled([FUNCTION | {"parameters": bad}]) for bad in (float("nan"), b"a", {1})],
+    "content not a string": [answered(content=3), asked(content={"type": "text", "text": "a"})],
+    "content with a part that is no text": [
+        asked(content=[{"type": "image"}]),
+        asked(content=[{"type": "text"}]),
+        asked(content=["a"]),
+        asked(content=[{"type": "text", "text": "a"}, {"type": "input_audio", "text": "a"}]),
+    ],
     "role missing": [[USER, {"content": "b"}], asked(role=None)],
     "unknown role": [answered(role="bot"), answered(role=[]), asked(role="User"), asked(role="")],
     "two system turns": [[SYSTEM, SYSTEM, USER, ANSWER], [SYSTEM, USER, ANSWER, SYSTEM]],
-    "system turn not first": [[USER, SYSTEM, ANSWER]],
-    "assistant first": [[ANSWER], [ANSWER, USER, ANSWER], [SYSTEM, ANSWER, USER]],
+    "assistant first": [
+        *([ANSWER], [ANSWER, USER], [SYSTEM, ANSWER, USER], [SYSTEM, ANSWER]),
+        [ANSWER, USER, ANSWER | {"weight": 0}],
+    ],
     "tool without call": [
         [USER, TOOL, ANSWER],
         [TOOL, USER, ANSWER],
