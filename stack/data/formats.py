@@ -30,7 +30,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # of a message …
 COLUMNS_OF_REASONING = REASONING[:2]  # … and beside the messages, where ``reasoning`` is often a switch: on or off
 # Rows in which one of these says something are refused: their answers speak of what no prompt would show.
 NOT_SHOWN = ("image", "images", "video", "videos", "audio", "audios", "documents")
-PREFERENCE = ("chosen", "rejected")
+PREFERENCE, PREFERRED = ("chosen", "rejected"), "preference data (chosen and rejected)"
 LABEL, SETTINGS = "label", "chat_template_kwargs"
 # What others call the roles; one in CALLS has calls as JSON in the place of a text.
 ROLE_OF = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
@@ -135,7 +135,7 @@ def _history(value: Any, used: set[str]) -> list[Any]:
 def _unknown(record: Mapping[str, Any], given: dict[str, Any], source: TalkSource) -> BadRow:
     lists = _lists(source)
     if given.keys() >= set(PREFERENCE):
-        return BadRow("preference data (chosen and rejected)")
+        return BadRow(PREFERRED)
     if any(name in record for name in lists):
         return BadRow("null")
     if lists:

@@ -370,15 +370,13 @@ def _pack_source(
     meter.line(done=True)
     if not good and start == 0 and first:
         unread.append(_every_row_is_bad(name, source, skipped["bad_rows"], first))
-    if talk and skipped["passed_over"]:
-        show(f"source {name}: {_not_used(skipped['passed_over'])}")
 
 
 def _example(document: corpus.Document, name: str, tokenizer: Tokenizer, room: int = 600) -> str:
-    """A conversation as it is learnt, in at most about ``room`` characters."""
+    """A conversation as it is learnt, in about ``room`` characters: how it begins and how it ends."""
     ids, supervised = conversation.encode(tokenizer, document.content)
     text = conversation.coloured(tokenizer, ids, supervised, marks=True).plain.rstrip("\n")
-    text = text if len(text) <= room else f"{text[:room]} …"
+    text = text if len(text) <= room else f"{text[: room // 2]} … {text[-room // 2 :]}"
     unused = f" {_not_used(document.passed_over)}." if document.passed_over else ""
     return f"source {name}: its first conversation, with ⟦what is learnt⟧ and ‹control tokens›.{unused}\n{text}"
 
@@ -395,9 +393,12 @@ def _every_row_is_bad(name: str, source: config.Source, bad: dict[str, int], fir
     reason = max(bad, key=bad.__getitem__)
     text = f"source {name}: all {sum(bad.values()):,} rows are bad, {bad[reason]:,} of them for: {reason}"
     text += f"; the first of these is {first[reason]}"
-    if isinstance(source, config.TalkSource):
-        return f"{text}; known are {formats.KNOWN}; chat.text=FIELD names the field of another list of messages"
-    return f"{text}; data.text=FIELD names the field that holds the text"
+    if not isinstance(source, config.TalkSource):
+        return f"{text}; data.text=FIELD names the field that holds the text"
+    if reason == formats.PREFERRED:
+        return f"{text}; chat.text=chosen learns the chosen answers, where they are lists of messages"
+    known = f"; known are {formats.KNOWN}; chat.text=FIELD names the field of another list of messages"
+    return text + (known if " field" in reason else "")
 
 
 @dataclass(frozen=True)
@@ -591,6 +592,8 @@ def _refuse_short_split(totals: dict[str, Any], skipped: dict[str, Any], data: c
     if unread and not all(totals[split]["documents"] for split in SPLITS):
         raise UserError("\n".join(unread))
     group = "chat" if isinstance(data, config.Conversations) else "data"
+    too_long = any(counts.get("too_long") for counts in skipped.values())
+    wider = "; a larger train.window takes in what is too long" if too_long else ""
     for split, change in (("train", "lower"), ("validation", "raise")):
         if totals[split]["documents"] == 0:
             sources = "; ".join(
@@ -601,7 +604,7 @@ def _refuse_short_split(totals: dict[str, Any], skipped: dict[str, Any], data: c
             raise UserError(
                 f"the {split} split has 0 documents, at least 1 is needed (train has {totals['train']['documents']}, "
                 f"validation {totals['validation']['documents']}); sources: {sources}; "
-                f"{change} {group}.validation={data.validation} or give more text"
+                f"{change} {group}.validation={data.validation} or give more text{wider}"
             )
 
 
@@ -649,6 +652,8 @@ def _summary(packed: Packed, window: int | None) -> str:
         bad = sum(sum(counts["bad_rows"].values()) for counts in skipped)
         parts.append(f"{share:.1%} padding at window {window}; {cut} cut, {too_long} too long, {bad} bad rows")
         reasons = sum((Counter(counts["bad_rows"]) for counts in skipped), Counter())
+        passed_over = sum((Counter(counts.get("passed_over", {})) for counts in skipped), Counter())
+        parts += [_not_used(passed_over)] if passed_over else []
         parts += [", ".join(f"{count} × {reason}" for reason, count in reasons.most_common())] if bad else []
     return "; ".join(parts)
 

@@ -265,8 +265,8 @@ def test_packing_shows_one_conversation_and_tells_what_is_not_used(tmp_path, wor
     text = "\n".join(shown)
     assert text.count("its first conversation") == 1 and "not used are id (1)." in text
     assert "‹<|im_start|>›user\n0?‹<|im_end|>›\n‹<|im_start|>›assistant\n⟦yes‹<|im_end|>›⟧" in text
-    assert "not used are id (30), thinking (1); chat.reasoning=keep learns reasoning" in text
-    assert "1 bad rows; 1 × null" in shown[-1]
+    last = "1 bad rows; not used are id (30), thinking (1); chat.reasoning=keep learns reasoning; 1 × null)"
+    assert shown[-1].endswith(last)
     assert result.manifest["sources"]["files"]["skipped"]["passed_over"] == {"id": 30, "thinking": 1}
     kept, shown = packed(tmp_path, words, rows, "chat.reasoning=keep")
     assert kept.folder != result.folder and "not used are id (30)" in "\n".join(shown)
@@ -287,3 +287,6 @@ def test_a_file_of_bad_rows_alone_is_told_with_its_fields_and_the_formats(tmp_pa
     ):
         assert part in str(error.value)
     assert "chat.validation" not in str(error.value)
+    preferred = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 9
+    with pytest.raises(UserError, match=r"all 9 rows are bad, 9 of them for: preference data.*chat\.text=chosen"):
+        packed(tmp_path, words, preferred)
