@@ -225,11 +225,13 @@ def _part(value: Any) -> str:
 
 def _tools(value: Any, role: str) -> list[dict[str, Any]]:
     """Functions that can be called, as OpenAI has them."""
-    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+    if value is None or value == "":
+        return []
+    found = _parsed(value)
+    if found == []:
         return []
     if role != "system":
         raise BadRow(f"tools of role {role}")
-    found = _parsed(value)
     if not isinstance(found, list):
         raise BadRow("tools not a list of functions")
     return [_tool(_parsed(item)) for item in found]

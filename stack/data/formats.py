@@ -194,6 +194,8 @@ def _with_system(messages: list[Any], given: dict[str, Any], used: set[str]) -> 
     names = [next((name for name in some if name in given), None) for some in (SYSTEM, TOOLS)]
     used |= {name for name in names if name is not None}
     system, tools = (given.get(name) for name in names)
+    if isinstance(tools, str) and tools.strip() in ("", "[]", "{}", "null"):  # none, as JSON
+        tools = None
     if system is None and tools is None:
         return messages
     first = messages[0] if messages and isinstance(messages[0], dict) else {}

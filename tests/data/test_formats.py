@@ -69,6 +69,8 @@ SAME = {
         [
             {"messages": ONE},
             {"messages": json.dumps(ONE)},
+            {"messages": ONE, "tools": "[]"},
+            {"messages": ONE, "tools": [], "functions": "null", "system": ""},
             {"messages": PARTS},
             {"conversations": ONE},
             {"conversation": ONE},
@@ -155,6 +157,24 @@ def test_the_same_conversation_in_all_formats_is_the_same(tmp_path, words, kind)
     for number, row in enumerate(rows):
         (table,) = read(tmp_path / f"{number}.parquet", [row])
         assert table.content == expected and table.digest == found[0].digest
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_set_of_the_hub_is_read_by_its_columns(tmp_path, monkeypatch, streaming) -> None:
+    """Of other columns the names alone are read; a set without any known column is told."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    talks = [
+        {"id": n, "conversations": from_value(("human", f"{n}?"), ("gpt", "yes")), "tools": "[]"} for n in range(3)
+    ]
+    source = TalkSource(hub=config.Hub(path=str(tmp_path / "set"), streaming=streaming))
+    (tmp_path / "set").mkdir()
+    pq.write_table(pa.Table.from_pylist(talks), tmp_path / "set/train.parquet")
+    found = list(documents("own", source, on_bad_row="error", bad=Counter()))
+    assert [document.content[0]["content"] for document in found] == ["0?", "1?", "2?"]
+    assert found[0].passed_over == {"id": 1}
+    pq.write_table(pa.Table.from_pylist([{"a": "b", "c": "d"}]), tmp_path / "set/train.parquet")
+    with pytest.raises(UserError, match=r"no field 'messages'; there are \['a', 'c'\]"):
+        list(documents("own", source, on_bad_row="skip", bad=Counter()))
 
 
 def test_a_format_can_be_asked_for(tmp_path) -> None:
