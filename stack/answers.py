@@ -1,7 +1,7 @@
 """Held-out conversations answered and judged: does the model stop by itself, is the answer right, is its form.
 
-Every assistant turn of a conversation is a question of its own, with the true turns before it. A conversation is right
-when all of its turns are.
+Every assistant turn that is learnt, but a greeting, is a question of its own, with the true turns before it. A
+conversation is right when all of its turns are.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ def questions(chat: Conversations, words: Tokenizer, each: int, context: int) ->
 
 
 def _turns(source: str, number: int, messages: list, words: Tokenizer, context: int) -> list[Question]:
-    turns = []
+    turns, asked = [], False
     for place, message in enumerate(messages):
-        if message["role"] != "assistant":
+        asked = asked or message["role"] == "user"
+        if message["role"] != "assistant" or message.get("weight") == 0 or not asked:  # a greeting answers nothing
             continue
         prompt, _ = conversation.encode(words, messages[:place], generation_prompt=True)
         ids, supervised = conversation.encode(words, messages[: place + 1])

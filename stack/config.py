@@ -162,6 +162,8 @@ class TalkSource(Source):
     """One source of conversations, and what a good answer to one of them is."""
 
     text: str = "messages"  # the field that holds the list of messages
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt"] = "auto"
+    reasoning: Literal["drop", "keep"] = "drop"
     check: Literal["none", "exact"] = "none"  # exact: the reference answer, character by character
     headings: tuple[str, ...] = ()  # lines that stand in every good answer
 
@@ -172,13 +174,14 @@ class Conversations(Data):
 
     sources: dict[str, TalkSource]
     too_long: Literal["cut", "drop"]  # cut: end after the last whole assistant turn that fits, if there is one
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt"] = "auto"  # auto: what a row's fields say
+    reasoning: Literal["drop", "keep"] = "drop"  # of assistants, where it stands apart; keep: learnt before the content
 
     def resolved_sources(self) -> dict[str, TalkSource]:
         """The sources in force: ``chat.files`` and ``chat.hub.path`` replace the group's own."""
-        return {
-            key: source if isinstance(source, TalkSource) else TalkSource(**source.__dict__)
-            for key, source in super().resolved_sources().items()
-        }
+        given = {} if self.format == "auto" else {"format": self.format}
+        given |= {} if self.reasoning == "drop" else {"reasoning": self.reasoning}
+        return {key: TalkSource(**(source.__dict__ | given)) for key, source in super().resolved_sources().items()}
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -1,8 +1,9 @@
 """Conversations: which ones are good, their text, and their ids with what of them is learnt.
 
 A conversation is ``<|endoftext|>`` and, for every message, ``<|im_start|>ROLE``, a line feed, the content,
-``<|im_end|>`` and a line feed (ChatML). Ids are made segment by segment: a control token comes from structure alone,
-text is encoded as the characters it is, and no token spans the border of what is learnt and what is not.
+``<|im_end|>`` and a line feed (ChatML); tools stand in the system turn as Qwen writes them. Ids are made segment by
+segment: a control token comes from structure alone, text is encoded as the characters it is, and no token spans the
+border of what is learnt and what is not.
 """
 
 from __future__ import annotations
@@ -22,30 +23,89 @@ from stack.tokenizer import END_OF_TEXT, END_OF_TURN, START_OF_TURN, Tokenizer
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 RESPONSE, END_OF_RESPONSE = "<tool_response>", "</tool_response>"
 ROLES = ("system", "user", "assistant", "tool")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message, in the order of transformers
+
+# What Qwen2.5 and Qwen3 write around the signatures of tools, in pieces: those that are control tokens in their
+# templates are control tokens here.
+TOOLS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+)
+HOW_TO_CALL = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within ",
+    CALL,
+    END_OF_CALL,
+    " XML tags:\n",
+    CALL,
+    '\n{"name": <function-name>, "arguments": <args-json-object>}\n',
+    END_OF_CALL,
+)
 
 # What transformers renders with: chat_template of tokenizer_config.json. It says what `segments` says, and a test holds
 # the two together. Nothing is stripped, and arguments that are a string already stand as they are, as in Qwen3's.
-TEMPLATE = r"""
+# Between the generation tags stands what is learnt. Renderers that do not know them remove them in this very spelling.
+TEMPLATE = (
+    r"""
 {{- bos_token -}}
+{%- macro said(text, message) -%}
+  {%- set thought = message['reasoning_content'] or message['thinking'] or message['reasoning'] -%}
+  {%- if thought -%}
+    {{- '<think>\n' + thought + '\n</think>\n\n' -}}
+  {%- endif -%}
+  {{- text -}}
+  {%- for tool_call in message['tool_calls'] or [] -%}
+    {%- set call = tool_call['function'] or tool_call -%}
+    {{- '<tool_call>\n{"name": ' + call['name'] | tojson + ', "arguments": ' -}}
+    {{- call['arguments'] if call['arguments'] is string else call['arguments'] | tojson -}}
+    {{- '}\n</tool_call>' -}}
+  {%- endfor -%}
+  {{- '<|im_end|>' -}}
+{%- endmacro -%}
+{%- set functions = tools or messages[0]['tools'] -%}
+{%- macro signatures() -%}
+  {{- TOOLS -}}
+  {%- for tool in functions -%}
+    {{- '\n' + (tool if tool['function'] else {'type': 'function', 'function': tool}) | tojson -}}
+  {%- endfor -%}
+  {{- HOW_TO_CALL -}}
+{%- endmacro -%}
+{%- set one = namespace(text='') -%}
+{%- if functions and messages[0]['role'] not in ['system', 'developer'] -%}
+  {{- '<|im_start|>system\n' + signatures() + '<|im_end|>\n' -}}
+{%- endif -%}
 {%- for message in messages -%}
-  {{- '<|im_start|>' + message['role'] + '\n' -}}
-  {%- if message['role'] == 'tool' -%}
-    {{- '<tool_response>\n' + message['content'] + '\n</tool_response>' -}}
-  {%- else -%}
-    {{- message['content'] or '' -}}
-    {%- for tool_call in message['tool_calls'] or [] -%}
-      {%- set call = tool_call['function'] or tool_call -%}
-      {{- '<tool_call>\n{"name": ' + call['name'] | tojson + ', "arguments": ' -}}
-      {{- call['arguments'] if call['arguments'] is string else call['arguments'] | tojson -}}
-      {{- '}\n</tool_call>' -}}
+  {%- set one.text = '' -%}
+  {%- if message['content'] is string -%}
+    {%- set one.text = message['content'] -%}
+  {%- elif message['content'] -%}
+    {%- for part in message['content'] -%}
+      {%- if part['type'] != 'text' -%}
+        {{- raise_exception('this model reads text only, not content of type ' + part['type'] | string) -}}
+      {%- endif -%}
+      {%- set one.text = one.text + part['text'] -%}
     {%- endfor -%}
   {%- endif -%}
-  {{- '<|im_end|>\n' -}}
+  {{- '<|im_start|>' + ('system' if message['role'] == 'developer' else message['role']) + '\n' -}}
+  {%- if message['role'] == 'assistant' and message['weight'] != 0 -%}
+    {% generation %}{{- said(one.text, message) -}}{% endgeneration %}
+  {%- elif message['role'] == 'assistant' -%}
+    {{- said(one.text, message) -}}
+  {%- elif message['role'] == 'tool' -%}
+    {{- '<tool_response>\n' + one.text + '\n</tool_response><|im_end|>' -}}
+  {%- elif functions and loop.first and message['role'] in ['system', 'developer'] -%}
+    {{- one.text + ('\n\n' if one.text else '') + signatures() + '<|im_end|>' -}}
+  {%- else -%}
+    {{- one.text + '<|im_end|>' -}}
+  {%- endif -%}
+  {{- '\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
   {{- '<|im_start|>assistant\n' -}}
 {%- endif -%}
 """.strip()
+    .replace("HOW_TO_CALL", json.dumps("".join(HOW_TO_CALL)))
+    .replace("TOOLS", json.dumps(TOOLS))
+)
 
 
 class Call(TypedDict):
@@ -59,7 +119,9 @@ class Message(TypedDict):
     """A message as :func:`check` leaves it: nothing is null and nothing stands in two ways."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str  # empty only beside tool_calls
+    content: str  # empty only beside tool_calls or tools
+    tools: NotRequired[list[dict[str, Any]]]  # of the first turn, a system turn: functions as OpenAI has them
+    reasoning_content: NotRequired[str]  # of an assistant
     tool_calls: NotRequired[list[Call]]  # of an assistant, at least one
     weight: NotRequired[int]  # 0 in an assistant's turn that is not learnt; otherwise absent
 
@@ -71,16 +133,14 @@ def check(value: Any) -> list[Message]:
     """The messages of a record in one form; BadRow with the reason where they are no conversation to learn from.
 
     Tool calls come as OpenAI has them (``{"type": "function", "function": {"name", "arguments"}}``) or bare
-    (``{"name", "arguments"}``); a null is as good as no key. Keys that ChatML has no place for (``id``, ``name``,
-    ``tool_call_id`` …) are passed over.
+    (``{"name", "arguments"}``), and so do the ``tools`` of a system turn, which may also be JSON; content is a text or
+    a list of text parts; a null is as good as no key. The role ``developer`` is ``system``. Keys that ChatML has no
+    place for (``id``, ``name``, ``tool_call_id`` …) are passed over.
     """
     if not isinstance(value, list):
         raise BadRow("null" if value is None else "not a list of messages")
     messages = [_message(item) for item in value]
-    roles = [message["role"] for message in messages]
-    _check_order(messages, roles)
-    if not any(_learnt(message) for message in messages):
-        raise BadRow("no supervised turn" if "assistant" in roles else "no assistant turn")
+    _check_order(messages)
     try:
         canonical(messages)
     except UnicodeEncodeError:
@@ -95,12 +155,17 @@ def canonical(messages: list[Message]) -> bytes:
     return json.dumps(messages, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _check_order(messages: list[Message], roles: list[str]) -> None:
-    if roles.count("system") > 1:
+def _check_order(messages: list[Message]) -> None:
+    roles = [message["role"] for message in messages]
+    if sum(message["role"] == "system" and bool(message["content"]) for message in messages) > 1:
         raise BadRow("two system turns")
-    if "system" in roles[1:]:
-        raise BadRow("system turn not first")
-    if next((role for role in roles if role != "system"), None) == "assistant":
+    if any("tools" in message for message in messages[1:]):
+        raise BadRow("tools not in the first turn")
+    learnt = [_learnt(message) for message in messages]
+    if not any(learnt):
+        raise BadRow("no supervised turn" if "assistant" in roles else "no assistant turn")
+    # An assistant may greet first, and its greeting is learnt like any other turn; but something has to be answered.
+    if not any(learnt[roles.index("user") if "user" in roles else len(roles) :]):
         raise BadRow("assistant first")
     open_calls = 0
     for message in messages:
@@ -115,26 +180,74 @@ def _check_order(messages: list[Message], roles: list[str]) -> None:
 def _message(item: Any) -> Message:
     if not isinstance(item, Mapping):
         raise BadRow("message not an object")
-    role, content, weight = item.get("role"), item.get("content"), item.get("weight")
+    role, weight = item.get("role"), item.get("weight")
     if role is None:
         raise BadRow("role missing")
+    role = "system" if role == "developer" else role
     if role not in ROLES:
         raise BadRow("unknown role")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
         raise BadRow("weight not 0 or 1")
-    calls = _calls(item.get("tool_calls"), role)
-    if content is None and not calls:
-        raise BadRow("content null")
-    if not isinstance(content, str | None):
-        raise BadRow("content not a string")
-    if not content and not calls:
-        raise BadRow("empty content")
-    message = Message(role=role, content=content or "")
+    calls, tools = _calls(item.get("tool_calls"), role), _tools(item.get("tools"), role)
+    message = Message(role=role, content=_content(item.get("content"), empty=bool(calls or tools)))
+    if tools:
+        message["tools"] = tools
+    reasoning = next((item[key] for key in REASONING if item.get(key)), None)
+    if role == "assistant" and reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise BadRow("reasoning not a string")
+        message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = calls
     if role == "assistant" and weight == 0:
         message["weight"] = 0
     return message
+
+
+def _content(value: Any, empty: bool) -> str:
+    """The text of a message; ``empty``: it may have none."""
+    if value is None and not empty:
+        raise BadRow("content null")
+    if isinstance(value, list):
+        value = "".join(map(_part, value))
+    if not isinstance(value, str | None):
+        raise BadRow("content not a string")
+    if not value and not empty:
+        raise BadRow("empty content")
+    return value or ""
+
+
+def _part(value: Any) -> str:
+    if not isinstance(value, Mapping) or value.get("type") != "text" or not isinstance(value.get("text"), str):
+        raise BadRow("content with a part that is no text")
+    return value["text"]
+
+
+def _tools(value: Any, role: str) -> list[dict[str, Any]]:
+    """Functions that can be called, as OpenAI has them."""
+    if value is None or value == "":
+        return []
+    found = _parsed(value)
+    if found == []:
+        return []
+    if role != "system":
+        raise BadRow(f"tools of role {role}")
+    if not isinstance(found, list):
+        raise BadRow("tools not a list of functions")
+    return [_tool(_parsed(item)) for item in found]
+
+
+def _tool(item: Any) -> dict[str, Any]:
+    if not isinstance(item, Mapping) or item.get("type") not in (None, "function"):
+        raise BadRow("tool that is no function")
+    function = item if item.get("function") is None else item["function"]
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadRow("tool without name")
+    try:
+        json.dumps(item, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise BadRow("tools not JSON") from None
+    return dict(item) if function is not item else {"type": "function", "function": dict(item)}
 
 
 def _calls(value: Any, role: str) -> list[Call]:
@@ -190,8 +303,8 @@ class Segment(NamedTuple):
 def segments(messages: Iterable[Message], generation_prompt: bool = False) -> Iterator[Segment]:
     """The pieces of a conversation in order, without the ``<|endoftext|>`` in front.
 
-    Supervised are an assistant's content, its tool calls and its ``<|im_end|>``. ``generation_prompt`` adds the
-    beginning of an assistant's turn.
+    Supervised are an assistant's reasoning, its content, its tool calls and its ``<|im_end|>``. ``generation_prompt``
+    adds the beginning of an assistant's turn.
     """
     for message in messages:
         learnt = _learnt(message)
@@ -200,8 +313,10 @@ def segments(messages: Iterable[Message], generation_prompt: bool = False) -> It
             yield Segment(RESPONSE, True, False)
             yield Segment(f"\n{message['content']}\n", False, False)
             yield Segment(END_OF_RESPONSE, True, False)
-        elif message["content"]:
-            yield Segment(message["content"], False, learnt)
+        elif "tools" in message:
+            yield from _signatures(message["content"], message["tools"])
+        elif said := _thought(message) + message["content"]:
+            yield Segment(said, False, learnt)
         for call in message.get("tool_calls", ()):
             yield Segment(CALL, True, learnt)
             yield Segment(_call_text(call), False, learnt)
@@ -209,6 +324,18 @@ def segments(messages: Iterable[Message], generation_prompt: bool = False) -> It
         yield from (Segment(END_OF_TURN, True, learnt), Segment("\n", False, False))
     if generation_prompt:
         yield from (Segment(START_OF_TURN, True, False), Segment("assistant\n", False, False))
+
+
+def _thought(message: Message) -> str:
+    return f"<think>\n{message['reasoning_content']}\n</think>\n\n" if "reasoning_content" in message else ""
+
+
+def _signatures(content: str, tools: list[dict[str, Any]]) -> Iterator[Segment]:
+    """A system turn with tools. Its text and the signatures are one piece, as they are for other programs."""
+    before = f"{content}\n\n" if content else ""
+    listed = "".join(f"\n{json.dumps(tool, ensure_ascii=False)}" for tool in tools)
+    for text in (before + TOOLS + listed + HOW_TO_CALL[0], *HOW_TO_CALL[1:]):
+        yield Segment(text, text in (CALL, END_OF_CALL), False)
 
 
 def _call_text(call: Call) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
-import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ from typing import Any
 import yaml
 
 from stack import checkpoint
+from stack.arguments import Kind, hint_of, kind_of
 from stack.config import LENGTHS, Config, FineTune, Run, UserError, keys_at, plain
 from stack.distributed import Ranks
 
@@ -54,16 +54,15 @@ FREE = (
 BEFORE: dict[str, Any] = {
     "data.sources.*.validation": None,
     "chat.sources.*.validation": None,
+    "chat.format": "auto",  # the fields of messages, which it read, say messages
+    "chat.reasoning": "drop",
+    "chat.sources.*.format": "auto",
+    "chat.sources.*.reasoning": "drop",
     "diagnostics.rows_every": 0,
     "track.mode": "disabled",
     "track.stall_minutes": 0.0,
     "track.report": False,
 }
-# Settings that are paths: two that lead to one place are one value.
-PATHS = re.compile(
-    r"(data|chat)\.(files|packed|hub\.path|sources\..+\.(files|hub\.path))"
-    r"|tokenizer\.folder|base|branch|sft\.replay_data"
-)
 MADE_OF = ("data", "tokenizer")  # settings that decide what pretraining learns from
 
 
@@ -303,7 +302,7 @@ def changes(folder: Path, saved: dict[str, Any], config: Run) -> list[tuple[str,
         (key, repr(before[key]) if key in before else "no such setting", now.get(key))
         for key in sorted(before.keys() | now.keys())
         if not (key in before and key in now and before[key] == now[key])
-        and not (PATHS.fullmatch(key) and _same_path(before.get(key), now.get(key), started_in))
+        and not (_is_path(key, type(config)) and _same_path(before.get(key), now.get(key), started_in))
     ]
 
 
@@ -311,6 +310,11 @@ def same_sources(folder: Path, config: Config) -> bool:
     """Whether the run in ``folder`` was asked to learn from what ``config`` asks for."""
     saved = read_config(folder)
     return saved is not None and not any(key.split(".")[0] in MADE_OF for key, *_ in changes(folder, saved, config))
+
+
+def _is_path(key: str, schema: type) -> bool:
+    """Whether a setting is a path: two that lead to one place are one value."""
+    return kind_of(hint_of(schema, key)) in (Kind.PATH, Kind.PATHS)
 
 
 def _settings(saved: dict[str, Any]) -> dict[str, Any]:

@@ -449,6 +449,7 @@ def hugging_face_settings() -> dict[str, Any]:
         "eos_token": END_OF_TEXT,
         "pad_token": PAD,
         "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 adds token_type_ids, which models refuse
         "model_max_length": int(1e30),  # Hugging Face's number for no limit; a model's folder names its context
     }
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import tokenizers
 import torch
-from tokenizers import processors
 from torch import Tensor
 
 from stack import tokenizer
@@ -184,14 +183,12 @@ def _make(folder: Path, words: Tokenizer, growth: Growth, inputs: dict[str, Any]
     content["added_tokens"] = sorted(entries, key=lambda entry: entry["id"])
     vocabulary = content["model"]["vocab"]  # some programs list added tokens here as well
     content["model"]["vocab"] = {texts[i] if i in old else token: i for token, i in vocabulary.items()}
-    content["truncation"] = content["padding"] = None
+    # The template writes the bos. A post-processor that adds it as well would put a second one in front of every
+    # rendered text that is encoded by default, and there is none that looks at the text first.
+    content["truncation"] = content["padding"] = content["post_processor"] = None
     names = {index: text for text, index in words.control.items()} | texts
     bos = names[words.end_of_text]
-    inner = tokenizers.Tokenizer.from_str(json.dumps(content))
-    inner.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A $B:1", special_tokens=[(bos, words.end_of_text)]
-    )
-    inner.save(str(folder / "tokenizer.json"))
+    tokenizers.Tokenizer.from_str(json.dumps(content)).save(str(folder / "tokenizer.json"))
     chat = {tokenizer.START_OF_TURN, tokenizer.END_OF_TURN} <= set(names.values())
     settings = {
         "bos_token": bos,

@@ -18,6 +18,7 @@ def tokenizer_in(folder: Path) -> Tokenizer:
     content = json.loads(tokenizer.fit([text] * 9, 300).to_str())
     for number, name in enumerate(CONTROL):
         next(t for t in content["added_tokens"] if t["content"] == f"<|reserved_{number}|>")["content"] = name
+    content["post_processor"] = None  # as growth leaves it: the template writes the bos
     (folder / "tokenizer.json").write_text(json.dumps(content))
     named = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
     settings = named | {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}

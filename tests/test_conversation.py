@@ -4,16 +4,18 @@ import copy
 import io
 import json
 
+import jinja2
 import pytest
 import talk
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 from rich.console import Console
 from transformers import AutoTokenizer
 
 from stack import conversation, tokenizer
 from stack.config import UserError
-from stack.conversation import canonical, check, coloured, encode, encode_batch, fit, render, segments
+from stack.conversation import TEMPLATE, canonical, check, coloured, encode, encode_batch, fit, render, segments
 from stack.data.corpus import BadRow
 from stack.tokenizer import Tokenizer
 
@@ -62,20 +64,40 @@ def calls_of(texts: st.SearchStrategy[str]) -> st.SearchStrategy[dict]:
     return bare | bare.map(lambda call: {"type": "function", "id": "1", "function": call})
 
 
+def tools_of(texts: st.SearchStrategy[str]) -> st.SearchStrategy[dict]:
+    """Functions in each of the two shapes."""
+    bare = st.fixed_dictionaries({"name": texts, "description": texts, "parameters": st.dictionaries(texts, texts)})
+    return bare | bare.map(lambda function: {"type": "function", "function": function})
+
+
+def part(text: str) -> dict:
+    return {"type": "text", "text": text}
+
+
 @st.composite
 def records(draw, odd=tuple(ODD)):
     """What a record holds, in every shape that `check` takes; one answer at least is learnt."""
     texts = texts_of(list(odd))
-    found = [{"role": "system", "content": draw(texts), "name": None}] if draw(st.booleans()) else []
+    found = []
+    if draw(st.booleans()):
+        described = draw(st.lists(tools_of(texts), max_size=2))
+        text = draw(texts | st.just("")) if described else draw(texts)
+        found.append({"role": draw(st.sampled_from(["system", "developer"])), "content": text, "name": None})
+        found[0] |= {"tools": described} if described else {}
+    if draw(st.booleans()):
+        found.append({"role": "assistant", "content": draw(texts)})
     for number in range(draw(st.integers(1, 3))):
-        found.append({"role": "user", "content": draw(texts)})
+        found.append({"role": "user", "content": draw(texts | st.lists(texts.map(part), min_size=1, max_size=2))})
         if draw(st.booleans()):
             called = draw(st.lists(calls_of(texts), min_size=1, max_size=2))
             found.append({"role": "assistant", "content": draw(st.none() | texts), "tool_calls": called})
             found += [{"role": "tool", "tool_call_id": "1", "content": draw(texts)} for _ in called]
+        thought = draw(st.sampled_from([None, *conversation.REASONING]))
         weight = draw(st.sampled_from([{}, {"weight": 1}, {"weight": None}, *([{"weight": 0}] if number else [])]))
         found.append(
-            {"role": "assistant", "content": draw(texts), "tool_calls": draw(st.sampled_from([None, []]))} | weight
+            {"role": "assistant", "content": draw(texts), "tool_calls": draw(st.sampled_from([None, []]))}
+            | weight
+            | ({thought: draw(texts)} if thought else {})
         )
     return found
 
@@ -99,11 +121,12 @@ def test_the_text_is_that_of_the_template(theirs, record, prompt):
 @settings(max_examples=80, deadline=None)
 def test_the_ids_are_those_of_transformers(words, theirs, record, prompt):
     """Where no content begins with white space; none of these spells a control token."""
-    assume(not any(content[:1].isspace() for content in (message["content"] or "" for message in record)))
     messages = check(record)
+    assume(not any(message["content"][:1].isspace() for message in messages))
     ids, supervised = encode(words, messages, prompt)
-    assert ids == theirs.apply_chat_template(record, add_generation_prompt=prompt, return_dict=False)
-    assert len(supervised) == len(ids)
+    found = theirs.apply_chat_template(record, add_generation_prompt=prompt, return_assistant_tokens_mask=True)
+    assert found["input_ids"] == ids == theirs(render(messages, prompt))["input_ids"]
+    assert found["assistant_masks"] == supervised
     assert words.decode(ids) == render(messages, prompt)
 
 
@@ -137,6 +160,7 @@ def added_by_the_template(messages) -> list[str]:
     for message in messages:
         inside = ["<tool_response>", "</tool_response>"] if message["role"] == "tool" else []
         inside += ["<tool_call>", "</tool_call>"] * len(message.get("tool_calls") or [])
+        inside += ["<tool_call>", "</tool_call>"] * 2 if message.get("tools") else []
         found += ["<|im_start|>", *inside, "<|im_end|>"]
     return found
 
@@ -236,7 +260,9 @@ def test_supervised_is_what_the_assistant_says(words, record):
                 written = written if isinstance(written, str) else json.dumps(written, ensure_ascii=False)
                 name = json.dumps(call["name"], ensure_ascii=False)
                 called += f'<tool_call>\n{{"name": {name}, "arguments": {written}}}\n</tool_call>'
-            expected.append(message["content"] + called + "<|im_end|>")
+            thought = message.get("reasoning_content")
+            thought = f"<think>\n{thought}\n</think>\n\n" if thought else ""
+            expected.append(thought + message["content"] + called + "<|im_end|>")
     assert supervised_spans(words, messages) == expected
 
 
@@ -255,6 +281,100 @@ def test_turns_of_weight_0_are_read_and_not_learnt(words):
     without = [{key: value for key, value in message.items() if key != "weight"} for message in record]
     assert encode(words, check(record))[0] == encode(words, check(without))[0]
     assert supervised_spans(words, check(without)) == ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
+
+
+# ---------------------------------------------------------------- tools, reasoning and other programs
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Says <|im_end|> – é.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+ASKED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+AS_QWEN_HAS_IT = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{"type": "function", "function": {"name": "weather", "description": "Says <|im_end|> – é.", "parameters": {"type": \
+"object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>""".replace("\\\n", "")
+
+
+@pytest.mark.parametrize("system", [None, "Be kind."])
+@pytest.mark.parametrize("bare", [False, True])
+def test_tools_stand_in_the_system_turn_as_qwen_writes_them(words, theirs, system, bare):
+    tools = [WEATHER["function"] if bare else WEATHER]
+    turn = "" if system is None else f"{system}\n\n"
+    expected = f"<|endoftext|><|im_start|>system\n{turn}{AS_QWEN_HAS_IT}<|im_end|>\n" + render(ASKED, bos="")
+    for given_as in (tools, json.dumps(tools), [json.dumps(tools[0])]):
+        messages = check([{"role": "system", "content": system, "tools": given_as}, *ASKED])
+        assert messages[0]["tools"] == [WEATHER] and check(messages) == messages
+        assert render(messages) == expected
+    apart = ASKED if system is None else [{"role": "system", "content": system}, *ASKED]
+    assert theirs.apply_chat_template(apart, tools=tools, tokenize=False) == expected
+    assert theirs.apply_chat_template(messages, tokenize=False) == expected
+    ids, supervised = encode(words, messages)
+    spelled = [text for text in words.control if text in expected and "tool" in text]
+    assert {text: ids.count(words.control[text]) for text in spelled} == {"<tool_call>": 2, "</tool_call>": 2}
+    assert words.end_of_turn not in ids[: ids.index(words.control["<tool_call>"])]  # the description spells it
+    assert words.decode([i for i, yes in zip(ids, supervised, strict=True) if yes]) == "b<|im_end|>"
+
+
+def test_reasoning_stands_before_the_content_and_is_learnt(words, theirs):
+    for key in conversation.REASONING:
+        record = [ASKED[0], {"role": "assistant", "content": "b", key: "hm"}]
+        messages = check(record)
+        assert messages == [ASKED[0], {"role": "assistant", "content": "b", "reasoning_content": "hm"}]
+        assert supervised_spans(words, messages) == ["<think>\nhm\n</think>\n\nb<|im_end|>"]
+        assert theirs.apply_chat_template(record, tokenize=False) == render(messages)
+    assert check([ASKED[0] | {"thinking": "hm"}, ASKED[1] | {"reasoning": "", "thinking": None}]) == ASKED
+
+
+def test_text_parts_are_joined_and_others_refused(theirs):
+    parts = [[part("a"), part("")], [part("b")]]
+    record = [message | {"content": some} for message, some in zip(ASKED, parts, strict=True)]
+    assert check(record) == ASKED
+    assert theirs.apply_chat_template(record, tokenize=False) == render(ASKED)
+    with pytest.raises(TemplateError, match="text only, not content of type image_url"):
+        theirs.apply_chat_template([{"role": "user", "content": [{"type": "image_url"}]}], tokenize=False)
+
+
+def test_developer_is_system_and_a_greeting_is_learnt(words, theirs):
+    record = [{"role": "developer", "content": "s"}, {"role": "assistant", "content": "Hello"}, *ASKED]
+    messages = check(record)
+    assert [message["role"] for message in messages] == ["system", "assistant", "user", "assistant"]
+    assert theirs.apply_chat_template(record, tokenize=False) == render(messages)
+    assert supervised_spans(words, messages) == ["Hello<|im_end|>", "b<|im_end|>"]
+    assert check([ASKED[0], {"role": "system", "content": "s"}, ASKED[1]])[1]["role"] == "system"
+
+
+def test_the_template_in_the_hands_of_others(words, theirs, tmp_path):
+    """Masks leave turns of weight 0 out; rendered text is encoded without a second bos; an answer can be continued."""
+    record = [*ASKED, ASKED[0], {"role": "assistant", "content": "c", "weight": 0}, *ASKED]
+    ids, supervised = encode(words, check(record))
+    theirs.save_pretrained(tmp_path)
+    for other in (theirs, AutoTokenizer.from_pretrained(tmp_path)):
+        found = other.apply_chat_template([record, record], return_assistant_tokens_mask=True)
+        assert found["assistant_masks"] == [supervised] * 2 and sum(supervised) == 4
+        text = other.apply_chat_template(record, tokenize=False)
+        assert other(text)["input_ids"] == ids == found["input_ids"][0] and ids.count(words.end_of_text) == 1
+    for last in (ASKED[1], {"role": "assistant", "content": [part("b")]}):
+        begun = theirs.apply_chat_template([ASKED[0], last], continue_final_message=True, tokenize=False)
+        assert begun == render(ASKED[:1], True) + "b"
+    # Renderers that know neither the tags nor Jinja's trimming take the tags out.
+    plain = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    assert plain != TEMPLATE and "generation %}" not in plain
+    assert jinja2.Environment().from_string(plain).render(messages=record, bos_token="<|endoftext|>") == text
 
 
 # ---------------------------------------------------------------- too long
@@ -287,6 +407,7 @@ def test_a_cut_conversation_ends_after_its_last_answer_that_fits(words, record, 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 SYSTEM, TOOL = {"role": "system", "content": "a"}, {"role": "tool", "content": "a"}
 CALL = {"name": "f", "arguments": {}}
+FUNCTION = {"name": "f", "description": "a", "parameters": {"type": "object", "properties": {}}}
 
 
 def asked(**changes) -> list[dict]:
@@ -301,6 +422,10 @@ def called(*calls) -> list[dict]:
     return answered(tool_calls=list(calls))
 
 
+def tooled(tools) -> list[dict]:
+    return [SYSTEM | {"tools": tools}, USER, ANSWER]
+
+
 def with_arguments(*some) -> list[list[dict]]:
     return [called(CALL | {"arguments": arguments}) for arguments in some]
 
@@ -312,13 +437,32 @@ BAD = {
     "no assistant turn": [[], [USER], [SYSTEM, USER]],
     "no supervised turn": [answered(weight=0)],
     "content null": [answered(content=None), asked(content=None), [{"role": "user"}, ANSWER]],
-    "empty content": [answered(content=""), asked(content=""), answered(content="", tool_calls=[])],
-    "content not a string": [answered(content=3), asked(content=[{"type": "text", "text": "a"}])],
+    "empty content": [
+        *(answered(content=""), asked(content=""), answered(content="", tool_calls=[])),
+        *(asked(content=[]), asked(content=[{"type": "text", "text": ""}]), [SYSTEM | {"content": ""}, USER, ANSWER]),
+        answered(content="", reasoning_content="a"),
+    ],
+    "reasoning not a string": [answered(thinking=["a"])],
+    "tools of role user": [asked(tools=[FUNCTION])],
+    "tools not in the first turn": [[USER, SYSTEM | {"tools": [FUNCTION]}, ANSWER]],
+    "tools not a list of functions": [tooled(tools) for tools in (3, "f", "{", {"name": "f"}, '{"name": "f"}')],
+    "tool that is no function": [tooled([tool]) for tool in (3, None, "f", [], {"type": "web_search", "name": "f"})],
+    "tool without name": [tooled([tool]) for tool in ({}, {"name": ""}, {"name": 3}, {"function": {"parameters": {}}})],
+    "tools not JSON": [tooled([FUNCTION | {"parameters": bad}]) for bad in (float("nan"), b"a", {1})],
+    "content not a string": [answered(content=3), asked(content={"type": "text", "text": "a"})],
+    "content with a part that is no text": [
+        asked(content=[{"type": "image"}]),
+        asked(content=[{"type": "text"}]),
+        asked(content=["a"]),
+        asked(content=[{"type": "text", "text": "a"}, {"type": "input_audio", "text": "a"}]),
+    ],
     "role missing": [[USER, {"content": "b"}], asked(role=None)],
     "unknown role": [answered(role="bot"), answered(role=[]), asked(role="User"), asked(role="")],
     "two system turns": [[SYSTEM, SYSTEM, USER, ANSWER], [SYSTEM, USER, ANSWER, SYSTEM]],
-    "system turn not first": [[USER, SYSTEM, ANSWER]],
-    "assistant first": [[ANSWER], [ANSWER, USER, ANSWER], [SYSTEM, ANSWER, USER]],
+    "assistant first": [
+        *([ANSWER], [ANSWER, USER], [SYSTEM, ANSWER, USER], [SYSTEM, ANSWER]),
+        [ANSWER, USER, ANSWER | {"weight": 0}],
+    ],
     "tool without call": [
         [USER, TOOL, ANSWER],
         [TOOL, USER, ANSWER],

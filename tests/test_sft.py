@@ -222,6 +222,26 @@ def test_show_prints_what_is_learnt_and_trains_nothing(root: Path) -> None:
     assert not (root / "runs/shown/checkpoints").exists()
 
 
+def test_files_of_other_formats_are_fine_tuned_on_as_they_are(root: Path) -> None:
+    """ShareGPT, Alpaca and prompt/completion in one command; a conversation is shown for what it is read as."""
+    rows = {
+        "sharegpt": lambda q, a: {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]},
+        "alpaca": lambda q, a: {"instruction": q, "input": "", "output": a},
+        "prompt": lambda q, a: {"prompt": q, "completion": a},
+    }
+    for name, row in rows.items():
+        made = [row(f"say the {word} {number}", word) for number in range(2) for word in tiny.WORDS]
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made))
+    files = ",".join(f"{root}/{name}.jsonl" for name in rows)
+    job = tiny.sft(
+        root, "name=others", f"chat.files=[{files}]", "train.steps=2", "checkpoint.every=0", log="others.log"
+    )
+    assert job.wait() == 0, job.output()
+    assert "‹<|im_start|>›assistant\n⟦the‹<|im_end|>›⟧" in job.output() and "0 bad rows" in job.output()
+    packed = open_packed(next((root / "data/packed").glob("own-chat-*")))
+    assert sum(packed.manifest["splits"][name]["documents"] for name in ("train", "validation")) == 90
+
+
 def test_two_ranks_fine_tune_as_one(root: Path) -> None:
     jobs = [
         tiny.sft(root, "name=two", "parallel=ddp", "checkpoint.keep=9", env=env, log=f"two-{env['RANK']}.log")

@@ -124,7 +124,7 @@ def test_growth(base: Base, model: Decoder, tmp_path: Path) -> None:
     print(growth.summary(), found)
     assert 0 < found["kl"] <= found["bound"] == math.log1p(64 / 49152)
     theirs = AutoTokenizer.from_pretrained(words.folder)
-    assert theirs(PLAIN).input_ids == [words.end_of_text, *base.tokenizer.encode(PLAIN)]
+    assert theirs(PLAIN).input_ids == base.tokenizer.encode(PLAIN)
     assert len(theirs) == 49216 and theirs.eos_token_id == 2
     (answer,) = generate(grown, [prompt(base, "What is the capital of France?")], tokens=30, stops=words.stops,
                          banned=words.unsampled)  # fmt: skip

@@ -228,6 +228,7 @@ def test_hugging_face_knows_the_roles(made, theirs):
         made.pad,
     )
     assert theirs.model_max_length == 2048
+    assert theirs.init_kwargs["model_input_names"] == theirs.model_input_names == ["input_ids", "attention_mask"]
     assert not theirs.clean_up_tokenization_spaces
     batch = theirs(["the sea", "the"], padding=True)
     width = len(batch["input_ids"][0])

@@ -1,6 +1,7 @@
 """Text in, through ``datasets``: local files and hub sets as one stream of documents, and what is held out of it.
 
-A document is a text, or of a :class:`~stack.config.TalkSource` a conversation: the list of messages in the field of it.
+A document is a text, or of a :class:`~stack.config.TalkSource` a conversation, in any format of
+:mod:`stack.data.formats`.
 
 =============================  =================================================================================
 ``*.jsonl`` ``*.ndjson``       one JSON object a line, the text in a field of it. Records end at LF only: CR,
@@ -22,8 +23,8 @@ import re
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,6 +52,7 @@ class Document:
     key: bytes  # by which it is held out: the digest, or of a conversation that of the document which it is made of
     num_bytes: int  # of its UTF-8, of a conversation's as JSON
     row: int  # in the source
+    passed_over: Mapping[str, int] = field(default_factory=dict)  # of a conversation's record: how often, by name
 
     @property
     def text(self) -> str:
@@ -64,14 +66,20 @@ class BadRow(Exception):
 
 
 def documents(
-    name: str, source: Source, *, on_bad_row: Literal["skip", "error"], start: int = 0, bad: Counter[str]
+    name: str,
+    source: Source,
+    *,
+    on_bad_row: Literal["skip", "error"],
+    start: int = 0,
+    bad: Counter[str],
+    first: dict[str, str] | None = None,
 ) -> Iterator[Document]:
     """The documents of a source in stored order, from row ``start`` on, up to ``source.max_mb`` of text.
 
     The document that reaches ``max_mb`` (counted from row 0) is the last one. Rows without text, or without a good
-    conversation, are counted in ``bad`` by reason, or end the reading with a UserError that names file and line (from
-    1). An empty text is a document. UserError too where something cannot be found or read; ``name`` is the source's,
-    for these messages.
+    conversation, are counted in ``bad`` by reason (``first`` learns where a reason is met first, and which fields that
+    row has), or end the reading with a UserError that names file and line (from 1). An empty text is a document.
+    UserError too where something cannot be found or read; ``name`` is the source's, for these messages.
     """
     limit = None if source.max_mb is None else source.max_mb * 1e6
     make = _conversation if isinstance(source, TalkSource) else _text
@@ -79,9 +87,10 @@ def documents(
     for row, (place, stored, parse) in enumerate(_records(name, source)):
         if row < start and limit is None:
             continue
+        record: dict[str, Any] | None = None
         try:
             record = parse(stored)
-            document = None if record is None else make(record, source.text, row)
+            document = None if record is None else make(record, source, row)
         except BadRow as problem:
             if row < start:
                 continue
@@ -91,6 +100,8 @@ def documents(
                     f"mend it, or skip and count such rows with {_group(source)}.on_bad_row=skip"
                 ) from None
             bad[str(problem)] += 1
+            if first is not None and str(problem) not in first:
+                first[str(problem)] = place() + (f", with the fields {', '.join(record)}" if record else "")
             continue
         if document is None:
             continue
@@ -134,7 +145,8 @@ def fingerprint(source: Source) -> dict[str, Any]:
     else:
         content = {"files": [_identity(path) for path in resolve_files(source.files, _group(source))]}
     own_share = {} if source.validation is None else {"validation": source.validation}
-    return content | {"text": source.text, "weight": source.weight, "max_mb": source.max_mb} | own_share
+    talk = {"format": source.format, "reasoning": source.reasoning} if isinstance(source, TalkSource) else {}
+    return content | {"text": source.text, "weight": source.weight, "max_mb": source.max_mb} | own_share | talk
 
 
 def _identity(path: Path) -> dict[str, Any]:
@@ -259,18 +271,23 @@ def _hub_rows(hub: Hub, source: Source) -> Iterator[Row]:
 
 
 def _table_rows(found: datasets.Dataset | datasets.IterableDataset, source: Source, place: str) -> Iterator[Row]:
-    """The column of a data set, and of conversations the one that names their documents.
+    """The column of a data set, and of conversations those that may say something.
 
     Strings come as their bytes, and lists as what arrow holds of them, so that a broken one does not end the reading.
+    Of the other columns of conversations only the names are known, with a value of True.
     """
     import pyarrow
 
-    wanted = [source.text, *([MADE_OF] if isinstance(source, TalkSource) else [])]
-    if source.text in (found.column_names or ()):
-        found = found.select_columns([name for name in wanted if name in found.column_names])
+    talk = isinstance(source, TalkSource)
+    wanted = {source.text, *(_fields_of_conversations() if talk else ())}
+    named = list(found.column_names or ())
+    others = dict.fromkeys((name for name in named if talk and name not in wanted), True)
+    if wanted & set(named):
+        found = found.select_columns([name for name in named if name in wanted])
     number = 0
     for table in found.with_format("arrow").iter(BATCH):
-        if source.text not in table.column_names:
+        other_form = talk and source.text == TalkSource.text and wanted & set(table.column_names)
+        if source.text not in table.column_names and not other_form:
             way_out = f"give {_group(source)}.text=…"
             raise UserError(f"{place}: there is no field {source.text!r}; there are {table.column_names}: {way_out}")
         columns = {name: table[name] for name in wanted if name in table.column_names}
@@ -279,7 +296,14 @@ def _table_rows(found: datasets.Dataset | datasets.IterableDataset, source: Sour
                 columns[name] = column.cast(pyarrow.large_binary())
         for values in zip(*columns.values(), strict=True):
             number += 1
-            yield (lambda number=number: f"{place}, row {number}"), dict(zip(columns, values, strict=True)), _plain
+            record = dict(zip(columns, values, strict=True))
+            yield (lambda number=number: f"{place}, row {number}"), record, lambda record: _plain(record) | others
+
+
+def _fields_of_conversations() -> set[str]:
+    from stack.data.formats import FIELDS  # it reads from this module
+
+    return FIELDS
 
 
 # ---------------------------------------------------------------- records
@@ -326,27 +350,28 @@ def _python(value: Any, kind: pyarrow.DataType) -> Any:
     return [_python(inner, kind.value_type) for inner in value] if is_list else value
 
 
-def _text(record: dict[str, Any], field: str, row: int) -> Document:
-    if field not in record:
+def _text(record: dict[str, Any], source: Source, row: int) -> Document:
+    if source.text not in record:
         raise BadRow("no text field")
-    text = _string(record[field])
+    text = _string(record[source.text])
     data = _utf8(text)
     digest = hashlib.sha256(data).digest()
     return Document(text, digest, digest, len(data), row)
 
 
-def _conversation(record: dict[str, Any], field: str, row: int) -> Document:
+def _conversation(record: dict[str, Any], source: TalkSource, row: int) -> Document:
     from stack.conversation import canonical, check  # it knows the control tokens, whose module reads text from here
+    from stack.data.formats import messages_of
 
-    if field not in record:
-        raise BadRow("no messages field")
-    messages, made_of = check(record[field]), record.get(MADE_OF)
+    record = {name: _decoded(value) if isinstance(value, bytes) else value for name, value in record.items()}
+    found, passed_over = messages_of(record, source)
+    messages, made_of = check(found), record.get(MADE_OF)
     data = canonical(messages)
     digest = hashlib.sha256(data).digest()
     if made_of is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", _string(made_of)):
         raise BadRow(f"{MADE_OF} is no SHA-256")
     key = digest if made_of is None else bytes.fromhex(_string(made_of))
-    return Document(messages, digest, key, len(data), row)
+    return Document(messages, digest, key, len(data), row, passed_over)
 
 
 def _string(value: Any) -> str:

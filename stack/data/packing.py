@@ -18,9 +18,9 @@ import shutil
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import numpy as np
 
 from stack import config, conversation
 from stack.config import UserError
-from stack.data import corpus
+from stack.data import corpus, formats
 from stack.data.encoding import Content, Encode, Encoded, encoder, id_dtype
 from stack.data.placement import plan_windows
 from stack.tokenizer import Tokenizer
@@ -259,19 +259,22 @@ def _fill(
 ) -> None:
     """Pack every source into ``partial``, from where its ``progress.json`` stands on; the manifest comes last."""
     progress = _resumed(partial, show)
+    unread: list[str] = []  # what is wrong with sources of which every row is bad
     # By name: the digest of the inputs knows no order of sources.
     sources = {name: source for name, source in sorted(data.resolved_sources().items()) if source.weight > 0}
     cut = isinstance(data, config.Conversations) and data.too_long == "cut"
     with encoder(tokenizer, data.workers, window, cut) as encode:
         for name, source in sources.items():
             if progress["next_row"].get(name) != "end":
-                _pack_source(partial, progress, name, source, data, tokenizer, encode, show)
+                _pack_source(partial, progress, name, source, data, tokenizer, encode, show, unread)
     totals = {split: _total(progress["shards"], split=split) for split in SPLITS}
     try:
-        _refuse_short_split(totals, progress["skipped"], data)
+        _refuse_short_split(totals, progress["skipped"], data, unread)
     except UserError:
         shutil.rmtree(partial)  # nothing that mends it would meet in this folder again
         raise
+    for line in unread:
+        show(f"warning: {line}")
     show(f"counting the ids of {totals['train']['ids'] / 1e6:.1f}M tokens")
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     for shard in progress["shards"]:
@@ -326,19 +329,29 @@ def _pack_source(
     tokenizer: Tokenizer,
     encode: Encode,
     show: Callable[[str], None],
+    unread: list[str],
 ) -> None:
-    """Pack one source from its next row on, block by block."""
-    talk = {"cut": 0, "too_long": 0} if isinstance(data, config.Conversations) else {}
+    """Pack one source from its next row on, block by block; ``unread`` learns of one that has bad rows alone."""
+    talk = {"cut": 0, "too_long": 0, "passed_over": {}} if isinstance(data, config.Conversations) else {}
     skipped = progress["skipped"].setdefault(name, {"empty": 0, "repeats": 0, "omissions": 0, "bad_rows": {}} | talk)
     meter = _Meter(name, source, progress["read_bytes"].get(name, 0), show)
     limit = data.shard_mb * _MB
-    items = _items(name, source, data, start=progress["next_row"].get(name, 0))
+    start, first, good = progress["next_row"].get(name, 0), {}, False
+
+    def begin(document: corpus.Document) -> None:
+        if talk and start == 0 and (data.files or data.hub.path):  # one's own; `sft.show` shows any
+            show(_example(document, name, tokenizer))
+
+    items = _items(name, source, data, start, first, begin)
     block = _Block(partial, progress["shards"], name, tokenizer)
     for item, encoded in encode(items):
         for reason, count in item.refused.items():
             skipped["bad_rows"][reason] = skipped["bad_rows"].get(reason, 0) + count
         if item.row is None:
             continue
+        good = True
+        for key, count in item.passed_over.items():
+            skipped["passed_over"][key] = skipped["passed_over"].get(key, 0) + count
         too_long = encoded.left_out > 0 and not len(encoded.ids)
         copies = 0 if too_long else item.copies
         if encoded.left_out:
@@ -355,6 +368,37 @@ def _pack_source(
     progress["next_row"][name], progress["read_bytes"][name] = "end", meter.read
     block.close(progress)
     meter.line(done=True)
+    if not good and start == 0 and first:
+        unread.append(_every_row_is_bad(name, source, skipped["bad_rows"], first))
+
+
+def _example(document: corpus.Document, name: str, tokenizer: Tokenizer, room: int = 600) -> str:
+    """A conversation as it is learnt, in about ``room`` characters: how it begins and how it ends."""
+    ids, supervised = conversation.encode(tokenizer, document.content)
+    text = conversation.coloured(tokenizer, ids, supervised, marks=True).plain.rstrip("\n")
+    text = text if len(text) <= room else f"{text[: room // 2]} … {text[-room // 2 :]}"
+    unused = f" {_not_used(document.passed_over)}." if document.passed_over else ""
+    return f"source {name}: its first conversation, with ⟦what is learnt⟧ and ‹control tokens›.{unused}\n{text}"
+
+
+def _not_used(passed_over: Mapping[str, int]) -> str:
+    """Which fields of conversations are not used, and how to use those that can be."""
+    counts = ", ".join(f"{key} ({count:,})" for key, count in sorted(passed_over.items()))
+    keep = "; chat.reasoning=keep learns reasoning" if passed_over.keys() & set(formats.REASONING) else ""
+    return f"not used are {counts}{keep}"
+
+
+def _every_row_is_bad(name: str, source: config.Source, bad: dict[str, int], first: dict[str, str]) -> str:
+    """What is wrong with a source that has no good row, and how others look."""
+    reason = max(bad, key=bad.__getitem__)
+    text = f"source {name}: all {sum(bad.values()):,} rows are bad, {bad[reason]:,} of them for: {reason}"
+    text += f"; the first of these is {first[reason]}"
+    if not isinstance(source, config.TalkSource):
+        return f"{text}; data.text=FIELD names the field that holds the text"
+    if reason == formats.PREFERRED:
+        return f"{text}; chat.text=chosen learns the chosen answers, where they are lists of messages"
+    known = f"; known are {formats.KNOWN}; chat.text=FIELD names the field of another list of messages"
+    return text + (known if " field" in reason else "")
 
 
 @dataclass(frozen=True)
@@ -367,10 +411,22 @@ class _Item:
     num_bytes: int = 0  # of UTF-8
     split: str = "train"
     copies: int = 0  # times it is packed; 0: not at all
+    passed_over: Mapping[str, int] = field(default_factory=dict)  # of a conversation's record: how often, by name
 
 
-def _items(name: str, source: config.Source, data: config.Data, start: int) -> Iterator[tuple[_Item, Content]]:
-    """The documents of a source in order, from row ``start`` on, each with its content if it is packed."""
+def _items(
+    name: str,
+    source: config.Source,
+    data: config.Data,
+    start: int,
+    first: dict[str, str],
+    begin: Callable[[corpus.Document], None],
+) -> Iterator[tuple[_Item, Content]]:
+    """The documents of a source in order, from row ``start`` on, each with its content if it is packed.
+
+    ``first`` learns where bad rows are, as :func:`stack.data.corpus.documents` has it; ``begin`` gets the first
+    document.
+    """
     bad: Counter[str] = Counter()
 
     def refused() -> dict[str, int]:
@@ -379,7 +435,10 @@ def _items(name: str, source: config.Source, data: config.Data, start: int) -> I
         bad.clear()
         return taken
 
-    for document in corpus.documents(name, source, on_bad_row=data.on_bad_row, start=start, bad=bad):
+    found = corpus.documents(name, source, on_bad_row=data.on_bad_row, start=start, bad=bad, first=first)
+    for number, document in enumerate(found):
+        if number == 0:
+            begin(document)
         held_out = corpus.held_out(document.key, data.share_of(source), data.seed)
         if held_out:
             copies = int(corpus.held_out(document.key, data.measured_share_of(source), data.seed))
@@ -388,7 +447,7 @@ def _items(name: str, source: config.Source, data: config.Data, start: int) -> I
         copies = copies if document.num_bytes else 0
         split = "validation" if held_out else "train"
         yield (
-            _Item(refused(), document.row, document.digest, document.num_bytes, split, copies),
+            _Item(refused(), document.row, document.digest, document.num_bytes, split, copies, document.passed_over),
             document.content if copies else None,
         )
     yield _Item(refused()), None
@@ -528,9 +587,13 @@ def _total(shards: list[dict[str, Any]], **only: str) -> dict[str, Any]:
     return {"shards": len(chosen), **sums, "texts": f"{sum(int(shard['texts'], 16) for shard in chosen) % 2**256:064x}"}
 
 
-def _refuse_short_split(totals: dict[str, Any], skipped: dict[str, Any], data: config.Data) -> None:
+def _refuse_short_split(totals: dict[str, Any], skipped: dict[str, Any], data: config.Data, unread: list[str]) -> None:
     """UserError where a split has no target."""
+    if unread and not all(totals[split]["documents"] for split in SPLITS):
+        raise UserError("\n".join(unread))
     group = "chat" if isinstance(data, config.Conversations) else "data"
+    too_long = any(counts.get("too_long") for counts in skipped.values())
+    wider = "; a larger train.window takes in what is too long" if too_long else ""
     for split, change in (("train", "lower"), ("validation", "raise")):
         if totals[split]["documents"] == 0:
             sources = "; ".join(
@@ -541,7 +604,7 @@ def _refuse_short_split(totals: dict[str, Any], skipped: dict[str, Any], data: c
             raise UserError(
                 f"the {split} split has 0 documents, at least 1 is needed (train has {totals['train']['documents']}, "
                 f"validation {totals['validation']['documents']}); sources: {sources}; "
-                f"{change} {group}.validation={data.validation} or give more text"
+                f"{change} {group}.validation={data.validation} or give more text{wider}"
             )
 
 
@@ -588,6 +651,10 @@ def _summary(packed: Packed, window: int | None) -> str:
         cut, too_long = (sum(counts[key] for counts in skipped) for key in ("cut", "too_long"))
         bad = sum(sum(counts["bad_rows"].values()) for counts in skipped)
         parts.append(f"{share:.1%} padding at window {window}; {cut} cut, {too_long} too long, {bad} bad rows")
+        reasons = sum((Counter(counts["bad_rows"]) for counts in skipped), Counter())
+        passed_over = sum((Counter(counts.get("passed_over", {})) for counts in skipped), Counter())
+        parts += [_not_used(passed_over)] if passed_over else []
+        parts += [", ".join(f"{count} × {reason}" for reason, count in reasons.most_common())] if bad else []
     return "; ".join(parts)
 
 
