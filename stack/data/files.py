@@ -146,7 +146,8 @@ class Found:
         parts = []
         if self.folders:
             kinds = Counter("".join(kind(path)) for path in self.files)
-            parts.append(f"{len(self.files):,} files ({_counted(kinds)})")
+            files = "file" if len(self.files) == 1 else "files"
+            parts.append(f"{len(self.files):,} {files} ({_counted(kinds)})")
         if self.passed_over:
             parts.append(f"passed over below {', '.join(map(shown, self.folders))}: {_counted(self.passed_over)}")
         if self.again:
@@ -223,11 +224,15 @@ def _named(pattern: str, group: str, found: Found) -> list[Path]:
             return [Path(path)]
     names = sorted({str(path) for path in _matches(Path(path), found)}) if pattern and "\0" not in pattern else []
     if not names:
-        far = "; what is elsewhere is fetched first" if "://" in pattern else ""
-        raise UserError(
-            f"{shown(pattern) or 'a name without a letter'}: there is no such file (looked in {Path.cwd()}{far}); "
-            f"change {group}.files"
-        )
+        why = f"there is no such file (looked in {Path.cwd()}"
+        why += "; what is elsewhere is fetched first)" if "://" in pattern else ")"
+        try:
+            os.lstat(path)
+        except PermissionError as error:
+            why = _cause(error)
+        except (OSError, ValueError):
+            pass
+        raise UserError(f"{shown(pattern) or 'a name without a letter'}: {why}; change {group}.files")
     return [Path(name) for name in names]
 
 

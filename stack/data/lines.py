@@ -45,6 +45,8 @@ def content(file: File) -> Iterator[bytes]:
                 if file.sha256 is not None:
                     hashed.update(chunk)
                 size += len(chunk)
+                if size > file.size:
+                    file.check()  # now, as it may grow for ever
                 yield from (chunk[at : at + count] for at in range(0, len(chunk), count))
 
     yield from _gathered(decompressed(raw(FEED), packing)) if packing else raw(CHUNK)
