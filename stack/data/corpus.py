@@ -72,8 +72,13 @@ class Known:
 
     def check(self) -> None:
         """:class:`~stack.data.files.Changed` where a file is another one now, so that what was read has no name."""
-        for file in self.files:
-            file.check()
+        _hold(self.files)
+
+
+def _hold(seen: Iterable[File]) -> None:
+    """Raise where a file changed: that comes before anything that is wrong with a mixture of before and after."""
+    for file in seen:
+        file.check()
 
 
 def look(source: Source) -> Known:
@@ -153,6 +158,7 @@ def documents(
             if row < start:
                 continue
             if on_bad_row == "error":
+                _hold(of)
                 raise UserError(
                     f"source {name}: {place()}: {problem} (field {source.text!r}); "
                     f"mend it, or skip and count such rows with {_group(source)}.on_bad_row=skip"
@@ -166,8 +172,7 @@ def documents(
         size += document.num_bytes
         if limit is not None and size >= limit:
             break
-    for file in of:
-        file.check()
+    _hold(of)
 
 
 def _group(source: Source) -> str:
@@ -230,11 +235,10 @@ def _guarded(name: str, what: Path | str, of: tuple[File, ...], rows: Iterator[R
     except UserError:
         raise
     except (OSError, EOFError, ValueError, *_errors()) as error:
-        for file in of:
-            file.check()  # half of what it was, half of what it is: that is the cause
-        raise UserError(
-            f"source {name}: {files.shown(what)} cannot be read: {type(error).__name__}: {error}"
-        ) from error
+        _hold(of)
+        own = isinstance(error, lines.Damaged)
+        why = f"{error}; get a whole copy of it" if own else f"{type(error).__name__}: {error}"
+        raise UserError(f"source {name}: {files.shown(what)} cannot be read: {why}") from error
 
 
 def _errors() -> Iterator[type[Exception]]:

@@ -149,7 +149,8 @@ class Found:
             files = "file" if len(self.files) == 1 else "files"
             parts.append(f"{len(self.files):,} {files} ({_counted(kinds)})")
         if self.passed_over:
-            parts.append(f"passed over below {', '.join(map(shown, self.folders))}: {_counted(self.passed_over)}")
+            folders = ", ".join(f"{shown(folder)}/" for folder in self.folders)
+            parts.append(f"not read below {folders}: {_counted(self.passed_over)}")
         if self.again:
             names = "name leads" if self.again == 1 else "names lead"
             parts.append(f"{self.again:,} {names} to a file or folder that is there already and counts once")

@@ -83,9 +83,7 @@ def test_a_folder_is_all_that_is_read_below_it(here):
     pq.write_table(pa.table({"text": ["table"]}), here / "c/deep/t.parquet")
     assert names("c") == names("c/") == ["c/Z.JSONL", "c/b.jsonl", "c/deep/er/a.txt", "c/deep/t.parquet"]
     assert read("c")[:2] == ["c/Z.JSONL", "c/b.jsonl"]
-    assert (
-        find(("c",)).said() == "4 files (2 .jsonl, 1 .parquet, 1 .txt); passed over below c: 1 .csv, 1 without suffix"
-    )
+    assert find(("c",)).said() == "4 files (2 .jsonl, 1 .parquet, 1 .txt); not read below c/: 1 .csv, 1 without suffix"
     assert find(("c/deep/t.parquet",)).said() is None
     assert fingerprint(Source(files=("c",))) == fingerprint(Source(files=tuple(names("c"))))
     assert expected_bytes(Source(files=("c/deep/er",))) == (here / "c/deep/er/a.txt").stat().st_size
@@ -288,6 +286,15 @@ def test_a_table_or_a_compressed_file_that_changed_is_not_called_damaged(here, c
             list(documents("own", source, on_bad_row="skip", bad=Counter(), known=known))
 
 
+def test_a_row_that_a_change_tore_is_not_called_bad(here):
+    source = Source(files=(str(write(here / "t.jsonl", ["x" * 100] * 50_000)),))
+    known = look(source)
+    with pytest.raises(Changed, match=r"t\.jsonl changed"):
+        for document in documents("own", source, on_bad_row="error", bad=Counter(), known=known):
+            if document.row == 0:
+                os.truncate(here / "t.jsonl", 2_000_000)
+
+
 def test_a_new_time_mode_or_link_is_no_change(here):
     path = write(here / "t.jsonl")
     source = Source(files=("t.jsonl",))
@@ -383,7 +390,7 @@ def test_what_is_found_is_said_when_it_is_read(here, made):
     for _ in range(2):
         tokenizers.train(settings, data, here, lines.append)
         packing.pack(data, words, here, lines.append)
-    said = "files: 1 file (1 .jsonl); passed over below c: 1 .md; 1 name leads to a file or folder that is there"
+    said = "files: 1 file (1 .jsonl); not read below c/: 1 .md; 1 name leads to a file or folder that is there"
     assert [line.startswith(said) for line in lines].count(True) == 2  # by each stage, and not where it is finished
 
 
