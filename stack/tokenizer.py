@@ -27,7 +27,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trai
 
 from stack import config
 from stack.config import UserError
-from stack.data.corpus import documents, fingerprint, held_out, uniform
+from stack.data.corpus import Known, documents, held_out, look, uniform
 
 FORMAT = 1  # raise it when the same text and settings are to give another tokenizer
 END_OF_TEXT = "<|endoftext|>"
@@ -276,18 +276,19 @@ def train(settings: config.Tokenizer, data: config.Data, root: Path, show: Calla
     """The tokenizer of these settings: ``settings.folder``, a finished folder of equal inputs, or a new one.
 
     A new one is trained on a sample of training documents and stands in ``root/tokenizers/NAME-<8 hex>``, whole or not
-    at all. UserError for sources without text.
+    at all. UserError for sources without text, and where a file changes meanwhile.
     """
     if settings.folder is not None:
         return _padded(load(settings.folder))
-    inputs = _inputs(settings, data)
+    known = {name: look(source) for name, source in data.resolved_sources().items()}
+    inputs = _inputs(settings, data, known)
     hexes = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:8]
     folder = root / "tokenizers" / f"{settings.name}-{hexes}"
     if (folder / "manifest.json").is_file():
         found = load(folder)
         show(f"tokenizer {folder.name}: {found.vocab_size:,} entries, already trained")
         return found
-    appear(folder, lambda beside: _make(beside, settings, data, inputs, show))
+    appear(folder, lambda beside: _make(beside, settings, data, known, inputs, show))
     return load(folder)
 
 
@@ -312,7 +313,7 @@ def _padded(found: Tokenizer) -> Tokenizer:
     return found
 
 
-def _inputs(settings: config.Tokenizer, data: config.Data) -> dict[str, Any]:
+def _inputs(settings: config.Tokenizer, data: config.Data, known: dict[str, Known]) -> dict[str, Any]:
     """Everything that decides the trained tokenizer, as plain values."""
     return {
         "format": FORMAT,
@@ -322,16 +323,21 @@ def _inputs(settings: config.Tokenizer, data: config.Data) -> dict[str, Any]:
         "seed": settings.seed,
         "validation": data.validation,
         "split_seed": data.seed,
-        "sources": {name: fingerprint(source) for name, source in data.resolved_sources().items()},
+        "sources": {name: source.fingerprint for name, source in known.items()},
     }
 
 
 def _make(
-    folder: Path, settings: config.Tokenizer, data: config.Data, inputs: dict[str, Any], show: Callable[[str], Any]
+    folder: Path,
+    settings: config.Tokenizer,
+    data: config.Data,
+    known: dict[str, Known],
+    inputs: dict[str, Any],
+    show: Callable[[str], Any],
 ) -> None:
     """Train, measure and write a finished folder."""
     began = time.perf_counter()
-    sample, measured = _sample(settings, data, show)
+    sample, measured = _sample(settings, data, known, show)
     size = sum(len(text.encode()) for text in sample)
     inner = fit(sample, settings.vocab_size)
     folder.mkdir()
@@ -362,7 +368,7 @@ def _make(
 
 
 def _sample(
-    settings: config.Tokenizer, data: config.Data, show: Callable[[str], Any]
+    settings: config.Tokenizer, data: config.Data, known: dict[str, Known], show: Callable[[str], Any]
 ) -> tuple[list[str], dict[str, list[str]]]:
     """Training texts of at most ``sample_mb``, and held-out ones of each source to measure on.
 
@@ -376,8 +382,10 @@ def _sample(
     bad: Counter[str] = Counter()
     for name, source in data.resolved_sources().items():
         measured[name] = []
+        if known[name].said:
+            show(f"{name}: {known[name].said}")
         unmeasured, unread = MEASURED_MB * 1e6, READ * limit
-        for document in documents(name, source, on_bad_row=data.on_bad_row, bad=bad):
+        for document in documents(name, source, on_bad_row=data.on_bad_row, bad=bad, known=known[name]):
             length = len(document.text.encode())
             if held_out(document.key, data.share_of(source), data.seed):
                 if unmeasured > 0:
@@ -391,6 +399,7 @@ def _sample(
                     size -= heapq.heappop(kept)[2]
             unread -= length
             if unread <= 0:
+                known[name].check()
                 break
     if bad:
         show(f"rows without text: {', '.join(f'{count:,} {reason}' for reason, count in sorted(bad.items()))}")

@@ -1,4 +1,4 @@
-"""Text in, through ``datasets``: local files and hub sets as one stream of documents, and what is held out of it.
+"""Text in: local files, and through ``datasets`` hub sets, as one stream of documents, and what is held out of it.
 
 A document is a text, or of a :class:`~stack.config.TalkSource` a conversation, in any format of
 :mod:`stack.data.formats`.
@@ -6,40 +6,39 @@ A document is a text, or of a :class:`~stack.config.TalkSource` a conversation, 
 =============================  =================================================================================
 ``*.jsonl`` ``*.ndjson``       one JSON object a line, the text in a field of it. Records end at LF only: CR,
                                U+0085 and U+2028 may stand inside one. Blank lines hold nothing and are passed over.
+``*.json``                     the same, or one array of such objects
 ``*.parquet``                  one document a row, the text in a column
 ``*.txt``                      one document a file, whole and unchanged but for a byte order mark; no conversations
-``.gz .bz2 .xz .zst``          behind ``.jsonl``, ``.ndjson`` and ``.txt``, decompressed while reading
+``.gz .bz2 .xz .zst``          behind all of these but ``.parquet``, decompressed while reading
 a hub set, a data set folder   whatever ``datasets.load_dataset`` reads, streamed or not; one document a row
 =============================  =================================================================================
 """
 
 from __future__ import annotations
 
-import glob
+import codecs
 import hashlib
 import json
-import lzma
+import os
 import re
-import tempfile
-import zlib
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from stack.config import Hub, Source, TalkSource, UserError
+from stack.data import files, lines
+from stack.data.files import File, Found
 
 if TYPE_CHECKING:
-    import datasets
     import pyarrow
 
     from stack.conversation import Message
 
 BATCH = 100  # rows taken from a data set at a time
-JSON_LINES = (".jsonl", ".ndjson")
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+PLAIN = tuple((suffix, "") for suffix in (".txt", *files.JSON_LINES))
 MADE_OF = "document"  # the field of a conversation that names the document which it is made of
 
 
@@ -65,6 +64,73 @@ class BadRow(Exception):
     """A row that holds no text; the message is the reason under which it is counted."""
 
 
+@dataclass(frozen=True)
+class Known:
+    """A source as it was when it was looked at."""
+
+    fingerprint: dict[str, Any]  # what identifies its text: digests of its files, or name and revision of the hub set
+    files: tuple[File, ...]  # none of a hub set that is not here
+    said: str | None  # what a person should know of how its files were found
+
+    def check(self) -> None:
+        """:class:`~stack.data.files.Changed` where a file is another one now, so that what was read has no name."""
+        _hold(self.files)
+
+
+def _hold(seen: Iterable[File]) -> None:
+    """Raise where a file changed: that comes before anything that is wrong with a mixture of before and after."""
+    for file in seen:
+        file.check()
+
+
+def look(source: Source) -> Known:
+    """The source as it is; UserError where a file cannot be found or read.
+
+    A file's identity is its name, size and digest; not its folder, so that a corpus may be moved.
+    """
+    found, here = _local(source)
+    seen = tuple(map(files.look, found.files))
+    content: dict[str, Any] = {}
+    if source.hub is not None:
+        hub = source.hub
+        content = {"hub": {"path": hub.path, "name": hub.name, "split": hub.split, "revision": hub.revision}}
+    if here:
+        content["files"] = [file.identity() for file in seen]
+    own_share = {} if source.validation is None else {"validation": source.validation}
+    content |= {"text": source.text, "weight": source.weight, "max_mb": source.max_mb} | own_share
+    if isinstance(source, TalkSource):
+        content |= {"format": source.format, "reasoning": source.reasoning}
+    return Known(content, seen, found.said())
+
+
+def fingerprint(source: Source) -> dict[str, Any]:
+    """What identifies the text of a source, as :func:`look` has it."""
+    return look(source).fingerprint
+
+
+def _local(source: Source) -> tuple[Found, bool]:
+    """The files that a source is made of, and whether it is on this machine at all."""
+    if source.hub is None:
+        return files.find(source.files, _group(source)), True
+    folder = _folder(source.hub)
+    if folder is None:
+        return Found(), False
+    odd = sorted(set("[]?*").intersection(str(folder.resolve()))) + ["::"] * ("::" in str(folder.resolve()))
+    if odd:  # datasets takes it for a pattern, and reads what else matches
+        raise UserError(
+            f"{_group(source)}.hub.path={source.hub.path}: the datasets library cannot read from a folder with "
+            f"{' or '.join(odd)} in its path ({folder.resolve()}); rename it, or read its files by "
+            f"{_group(source)}.files={source.hub.path}"
+        )
+    return Found([path for path in sorted(folder.rglob("*")) if path.is_file()]), True
+
+
+def _folder(hub: Hub) -> Path | None:
+    """The folder that a data set is, None of one on the hub."""
+    path = Path(os.path.expanduser(hub.path))
+    return path if path.is_dir() else None
+
+
 def documents(
     name: str,
     source: Source,
@@ -72,6 +138,7 @@ def documents(
     on_bad_row: Literal["skip", "error"],
     start: int = 0,
     bad: Counter[str],
+    known: Known | None = None,
     first: dict[str, str] | None = None,
 ) -> Iterator[Document]:
     """The documents of a source in stored order, from row ``start`` on, up to ``source.max_mb`` of text.
@@ -79,12 +146,14 @@ def documents(
     The document that reaches ``max_mb`` (counted from row 0) is the last one. Rows without text, or without a good
     conversation, are counted in ``bad`` by reason (``first`` learns where a reason is met first, and which fields that
     row has), or end the reading with a UserError that names file and line (from 1). An empty text is a document.
-    UserError too where something cannot be found or read; ``name`` is the source's, for these messages.
+    UserError too where something cannot be found or read, where a file is cut, and where one is not what it was when
+    ``known`` was made (or, without it, when reading began); ``name`` is the source's, for these messages.
     """
+    of = tuple(files.look(path, digest=False) for path in _local(source)[0].files) if known is None else known.files
     limit = None if source.max_mb is None else source.max_mb * 1e6
     make = _conversation if isinstance(source, TalkSource) else _text
     size = 0
-    for row, (place, stored, parse) in enumerate(_records(name, source)):
+    for row, (place, stored, parse) in enumerate(_records(name, source, of)):
         if row < start and limit is None:
             continue
         record: dict[str, Any] | None = None
@@ -95,6 +164,7 @@ def documents(
             if row < start:
                 continue
             if on_bad_row == "error":
+                _hold(of)
                 raise UserError(
                     f"source {name}: {place()}: {problem} (field {source.text!r}); "
                     f"mend it, or skip and count such rows with {_group(source)}.on_bad_row=skip"
@@ -109,7 +179,8 @@ def documents(
             yield document
         size += document.num_bytes
         if limit is not None and size >= limit:
-            return
+            break
+    _hold(of)
 
 
 def _group(source: Source) -> str:
@@ -134,68 +205,16 @@ def uniform(purpose: bytes, key: bytes, seed: int) -> float:
     return int.from_bytes(drawn[:6], "big") / 2**48  # 48 bits fit a float exactly, so 1.0 is never drawn
 
 
-def fingerprint(source: Source) -> dict[str, Any]:
-    """What identifies the text of a source: the content of its files, or the name and revision of the hub set."""
-    content: dict[str, Any]
-    if source.hub is not None:
-        hub = source.hub
-        content = {"hub": {"path": hub.path, "name": hub.name, "split": hub.split, "revision": hub.revision}}
-        if Path(hub.path).is_dir():
-            content["files"] = [_identity(path) for path in sorted(Path(hub.path).rglob("*")) if path.is_file()]
-    else:
-        content = {"files": [_identity(path) for path in resolve_files(source.files, _group(source))]}
-    own_share = {} if source.validation is None else {"validation": source.validation}
-    talk = {"format": source.format, "reasoning": source.reasoning} if isinstance(source, TalkSource) else {}
-    return content | {"text": source.text, "weight": source.weight, "max_mb": source.max_mb} | own_share | talk
-
-
-def _identity(path: Path) -> dict[str, Any]:
-    """Name, size and digest of a file; not its folder, so that a corpus may be moved."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
-
-
-def resolve_files(patterns: tuple[str, ...], group: str = "data") -> list[Path]:
-    """The files that names and glob patterns stand for: patterns in their order, matches sorted, each file once.
-
-    UserError for a name or pattern without a file, a folder, or a suffix that is not read; ``group`` is the
-    configuration group whose flags it names.
-    """
-    found: dict[Path, None] = {}
-    for pattern in patterns:
-        written = Path(pattern).expanduser()
-        names = [str(written)] if written.exists() else sorted(glob.glob(str(written), recursive=True))
-        if not names:
-            raise UserError(f"{pattern}: there is no such file (looked in {Path.cwd()}); change {group}.files")
-        for name in names:
-            path = Path(name)
-            if path.is_dir():
-                raise UserError(f"{path} is a folder; name its files: {group}.files=['{path}/*.jsonl']")
-            _suffix(path)
-            found[path] = None
-    return list(found)
-
-
 def expected_bytes(source: Source) -> float | None:
     """About how much text a source has, None where that is not known before reading it: of compressed files, say.
 
-    UserError as :func:`resolve_files` has it.
+    UserError where a file cannot be found.
     """
-    files = resolve_files(source.files)
-    plain = bool(files) and all(file.suffix in (".txt", *JSON_LINES) for file in files)
-    in_files = float(sum(file.stat().st_size for file in files)) if plain else None
+    found = files.find(source.files, _group(source)).files
+    plain = bool(found) and all(files.kind(path) in PLAIN for path in found)
+    in_files = float(sum(path.stat().st_size for path in found)) if plain else None
     bounds = [in_files, None if source.max_mb is None else source.max_mb * 1e6]
     return min((bound for bound in bounds if bound is not None), default=None)
-
-
-def _suffix(path: Path) -> str:
-    """``.jsonl``, ``.ndjson``, ``.txt`` or ``.parquet``, compressed or not; UserError for any other."""
-    inner = path.with_suffix("") if path.suffix in COMPRESSED else path
-    if inner.suffix in (*JSON_LINES, ".txt") or path.suffix == ".parquet":
-        return inner.suffix
-    known = f"{', '.join((*JSON_LINES, '.txt'))} (also behind these: {', '.join(COMPRESSED)}) and .parquet"
-    raise UserError(f"{path}: text is not read from {path.suffix or 'a file without suffix'}; read are {known}")
 
 
 # ---------------------------------------------------------------- rows
@@ -205,87 +224,116 @@ def _suffix(path: Path) -> str:
 Row = tuple[Callable[[], str], Any, Callable[[Any], dict[str, Any] | None]]
 
 
-def _records(name: str, source: Source) -> Iterator[Row]:
+def _records(name: str, source: Source, of: tuple[File, ...]) -> Iterator[Row]:
     """Every row of a source, unread; UserError where it cannot be opened or breaks off."""
     if source.hub is not None:
-        yield from _guarded(f"source {name}: {source.hub.path}", lambda: _hub_rows(source.hub, source))
+        for file in of:  # of which the library takes what a cut one gives
+            if file.path.suffix in files.COMPRESSED:
+                yield from _guarded(name, file.path, (file,), _whole(file))
+        yield from _guarded(name, source.hub.path, of, _hub_rows(source.hub, source))
         return
-    # The lock files that datasets leaves for each file that it opens go here, and away again.
-    with tempfile.TemporaryDirectory() as cache:
-        for path in resolve_files(source.files, _group(source)):
-            yield from _guarded(f"source {name}: {path}", lambda path=path: _file_rows(path, source, cache))
+    for file in of:
+        yield from _guarded(name, file.path, (file,), _file_rows(file, source))
 
 
-def _guarded(what: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+def _guarded(name: str, what: Path | str, of: tuple[File, ...], rows: Iterator[Row]) -> Iterator[Row]:
     """The rows; what the libraries raise over damaged or absent data becomes a UserError that names the file or set."""
-    import pyarrow
-    import zstandard
-    from datasets.exceptions import DatasetsError
-
-    damage = (DatasetsError, OSError, EOFError, ValueError)
-    damage += (zlib.error, lzma.LZMAError, zstandard.ZstdError, pyarrow.ArrowException)
     try:
-        yield from rows()
+        yield from rows
     except UserError:
         raise
-    except damage as error:
-        raise UserError(f"{what} cannot be read: {type(error).__name__}: {error}") from error
+    except (OSError, EOFError, ValueError, *_errors()) as error:
+        _hold(of)
+        own = isinstance(error, lines.Damaged)
+        why = f"{error}; get a whole copy of it" if own else f"{type(error).__name__}: {error}"
+        raise UserError(f"source {name}: {files.shown(what)} cannot be read: {why}") from error
 
 
-def _datasets() -> ModuleType:
-    """The library. Imported where text is read, because it takes seconds and a finished stage reads none."""
-    import datasets
+def _errors() -> Iterator[type[Exception]]:
+    """What the libraries raise that are loaded; the others raise nothing."""
+    if "pyarrow" in sys.modules:
+        yield sys.modules["pyarrow"].ArrowException
+    if "datasets" in sys.modules:
+        from datasets.exceptions import DatasetsError
 
-    datasets.disable_progress_bars()  # the program shows its own
-    return datasets
+        yield DatasetsError
 
 
-def _file_rows(path: Path, source: Source, cache: str) -> Iterator[Row]:
+def _whole(file: File) -> Iterator[Row]:
+    """No rows; :class:`~stack.data.lines.Damaged` where a compressed file is cut."""
+    for _ in lines.content(file):
+        pass
+    yield from ()
+
+
+def _file_rows(file: File, source: Source) -> Iterator[Row]:
     """The rows of one file."""
-    suffix = _suffix(path)
+    place, suffix = files.shown(file.path), files.kind(file.path)[0]
     if suffix == ".parquet":
-        found = _datasets().load_dataset(
-            "parquet", data_files=glob.escape(str(path)), split="train", streaming=True, cache_dir=cache
-        )
-        yield from _table_rows(found, source, str(path))
+        yield from _parquet_rows(file, source, place)
         return
-    from stack.data.lines import Lines
+    content = lines.content(file)
+    if suffix == ".txt":
+        text = b"".join(content).removeprefix(codecs.BOM_UTF8)
+        yield (lambda: place), text, lambda text: {source.text: text}
+        return
+    found = lines.array_or_lines(content) if suffix == ".json" else lines.lines(content)
+    for number, record in enumerate(found, 1):
+        if not isinstance(record, bytes):
+            yield (lambda number=number: f"{place}, record {number}"), record, _object
+            continue
+        line = record.removeprefix(codecs.BOM_UTF8) if number == 1 else record
+        yield (lambda number=number: f"{place}, line {number}"), line, _json_record
 
-    whole = suffix == ".txt"
-    lines = Lines(file=str(path), whole=whole, cache_dir=cache).as_streaming_dataset("train")
-    parse = (lambda text: {source.text: text}) if whole else _json_record
-    number = 0
-    for table in lines.with_format("arrow").iter(BATCH):
-        for line in table["line"].to_pylist():
-            number += 1
-            record = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            yield (lambda number=number: str(path) if whole else f"{path}, line {number}"), record, parse
+
+def _parquet_rows(file: File, source: Source, place: str) -> Iterator[Row]:
+    """The rows of a parquet file, its pages read as they come."""
+    import pyarrow
+    import pyarrow.parquet
+
+    # Opened here because the library takes some names for addresses.
+    with (
+        file.path.open("rb") as opened,
+        pyarrow.parquet.ParquetFile(opened, buffer_size=files.CHUNK, pre_buffer=False) as found,
+    ):
+
+        def tables(columns: list[str] | None) -> Iterator[pyarrow.Table]:
+            batches = found.iter_batches(BATCH, columns=columns)
+            return (pyarrow.Table.from_batches([batch]) for batch in batches)
+
+        yield from _table_rows(found.schema_arrow.names, tables, source, place)
 
 
 def _hub_rows(hub: Hub, source: Source) -> Iterator[Row]:
     """The rows of a hub set or of a local data set folder."""
-    found = _datasets().load_dataset(
-        hub.path, hub.name, split=hub.split, revision=hub.revision, streaming=hub.streaming
-    )
-    yield from _table_rows(found, source, hub.path)
+    import datasets  # where it is needed, because it takes seconds
+
+    datasets.disable_progress_bars()  # the program shows its own
+    path = str(_folder(hub) or hub.path)
+    found = datasets.load_dataset(path, hub.name, split=hub.split, revision=hub.revision, streaming=hub.streaming)
+
+    def tables(columns: list[str] | None) -> Iterator[pyarrow.Table]:
+        return (found if columns is None else found.select_columns(columns)).with_format("arrow").iter(BATCH)
+
+    yield from _table_rows(found.column_names or (), tables, source, hub.path)
 
 
-def _table_rows(found: datasets.Dataset | datasets.IterableDataset, source: Source, place: str) -> Iterator[Row]:
+def _table_rows(
+    names: Iterable[str], tables: Callable[[list[str] | None], Iterable[pyarrow.Table]], source: Source, place: str
+) -> Iterator[Row]:
     """The column of a data set, and of conversations those that may say something.
 
-    Strings come as their bytes, and lists as what arrow holds of them, so that a broken one does not end the reading.
-    Of the other columns of conversations only the names are known, with a value of True.
+    ``names`` are its columns where they are known, and ``tables`` gives those that it is asked for, or all. Strings
+    come as their bytes, and lists as what arrow holds of them, so that a broken one does not end the reading. Of the
+    other columns of conversations only the names are known, with a value of True.
     """
     import pyarrow
 
-    talk = isinstance(source, TalkSource)
+    talk, named = isinstance(source, TalkSource), list(names)
     wanted = {source.text, *(_fields_of_conversations() if talk else ())}
-    named = list(found.column_names or ())
     others = dict.fromkeys((name for name in named if talk and name not in wanted), True)
-    if wanted & set(named):
-        found = found.select_columns([name for name in named if name in wanted])
     number = 0
-    for table in found.with_format("arrow").iter(BATCH):
+    for table in tables([name for name in named if name in wanted] or None):
         other_form = talk and source.text == TalkSource.text and wanted & set(table.column_names)
         if source.text not in table.column_names and not other_form:
             way_out = f"give {_group(source)}.text=…"
@@ -314,12 +362,15 @@ def _json_record(line: bytes) -> dict[str, Any] | None:
     if not line.strip():
         return None
     try:
-        record = json.loads(_decoded(line))
+        return _object(json.loads(_decoded(line)))
     except (ValueError, RecursionError):  # a number of 10,000 digits; brackets 10,000 deep
         raise BadRow("not JSON") from None
-    if not isinstance(record, dict):
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
         raise BadRow("not an object")
-    return record
+    return value
 
 
 def _plain(record: dict[str, Any]) -> dict[str, Any]:

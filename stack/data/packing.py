@@ -30,7 +30,9 @@ import numpy as np
 from stack import config, conversation
 from stack.config import UserError
 from stack.data import corpus, formats
+from stack.data.corpus import Known
 from stack.data.encoding import Content, Encode, Encoded, encoder, id_dtype
+from stack.data.files import Changed
 from stack.data.placement import plan_windows
 from stack.tokenizer import Tokenizer
 
@@ -207,15 +209,16 @@ def pack(
 
     The hex digits are of all that decides the content, so equal inputs meet in one folder. A second process that
     packs the same one waits for the first. Conversations are made to fit into ``window`` ids. UserError where a split
-    has nothing to learn from.
+    has nothing to learn from, and where a file is not any more what those digits say: nothing is kept then.
     """
     assert (window is not None) == isinstance(data, config.Conversations), (
         "conversations, and they alone, have a window"
     )
+    known = {name: corpus.look(source) for name, source in data.resolved_sources().items()}
     inputs = {
         "format": FORMAT,
         "vocabulary": tokenizer.digest,
-        "sources": {name: corpus.fingerprint(source) for name, source in data.resolved_sources().items()},
+        "sources": {name: source.fingerprint for name, source in known.items()},
         **{key: getattr(data, key) for key in ("validation", "seed", "on_bad_row", "shard_mb")},
     }
     if isinstance(data, config.Conversations):
@@ -228,7 +231,7 @@ def pack(
             if not folder.is_dir():  # nobody finished it while this process waited
                 partial = folder.with_name(f"{folder.name}.partial")
                 if not (partial / "manifest.json").is_file():
-                    _fill(partial, data, tokenizer, window or 0, {"inputs": inputs, "digest": digest}, show)
+                    _fill(partial, data, known, tokenizer, window or 0, {"inputs": inputs, "digest": digest}, show)
                 (partial / "progress.json").unlink(missing_ok=True)
                 partial.rename(folder)
     packed = open_packed(folder)
@@ -252,6 +255,7 @@ def _locked(path: Path, show: Callable[[str], None]) -> Iterator[None]:
 def _fill(
     partial: Path,
     data: config.Data,
+    known: dict[str, Known],
     tokenizer: Tokenizer,
     window: int,
     made_from: dict[str, Any],
@@ -263,10 +267,16 @@ def _fill(
     # By name: the digest of the inputs knows no order of sources.
     sources = {name: source for name, source in sorted(data.resolved_sources().items()) if source.weight > 0}
     cut = isinstance(data, config.Conversations) and data.too_long == "cut"
-    with encoder(tokenizer, data.workers, window, cut) as encode:
-        for name, source in sources.items():
-            if progress["next_row"].get(name) != "end":
-                _pack_source(partial, progress, name, source, data, tokenizer, encode, show, unread)
+    try:
+        with encoder(tokenizer, data.workers, window, cut) as encode:
+            for name, source in sources.items():
+                if progress["next_row"].get(name) != "end":
+                    if known[name].said:
+                        show(f"{name}: {known[name].said}")
+                    _pack_source(partial, progress, name, source, known[name], data, tokenizer, encode, show, unread)
+    except Changed:
+        shutil.rmtree(partial)  # it would be gone on with, should the file become again what it was
+        raise
     totals = {split: _total(progress["shards"], split=split) for split in SPLITS}
     try:
         _refuse_short_split(totals, progress["skipped"], data, unread)
@@ -325,6 +335,7 @@ def _pack_source(
     progress: dict[str, Any],
     name: str,
     source: config.Source,
+    known: Known,
     data: config.Data,
     tokenizer: Tokenizer,
     encode: Encode,
@@ -342,7 +353,7 @@ def _pack_source(
         if talk and start == 0 and (data.files or data.hub.path):  # one's own; `sft.show` shows any
             show(_example(document, name, tokenizer))
 
-    items = _items(name, source, data, start, first, begin)
+    items = _items(name, source, known, data, start, first, begin)
     block = _Block(partial, progress["shards"], name, tokenizer)
     for item, encoded in encode(items):
         for reason, count in item.refused.items():
@@ -363,6 +374,7 @@ def _pack_source(
         meter.add(item.num_bytes, len(encoded.ids) * copies)
         if block.text_bytes >= limit or block.train_bytes >= limit:
             progress["next_row"][name], progress["read_bytes"][name] = item.row + 1, meter.read
+            known.check()  # a block that is kept holds what the files' digests name
             block.close(progress)
             block = _Block(partial, progress["shards"], name, tokenizer)
     progress["next_row"][name], progress["read_bytes"][name] = "end", meter.read
@@ -417,6 +429,7 @@ class _Item:
 def _items(
     name: str,
     source: config.Source,
+    known: Known,
     data: config.Data,
     start: int,
     first: dict[str, str],
@@ -435,7 +448,7 @@ def _items(
         bad.clear()
         return taken
 
-    found = corpus.documents(name, source, on_bad_row=data.on_bad_row, start=start, bad=bad, first=first)
+    found = corpus.documents(name, source, on_bad_row=data.on_bad_row, start=start, bad=bad, first=first, known=known)
     for number, document in enumerate(found):
         if number == 0:
             begin(document)
