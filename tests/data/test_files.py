@@ -109,7 +109,8 @@ def test_what_exists_is_taken_as_it_is(here, name):
     pq.write_table(pa.table({"text": ["own"]}), here / "t.parquet")
     os.rename(here / "t.parquet", here / name / f"{name}.parquet")
     for given in (f"{name}/{name}.jsonl", f"{name}/{name}.parquet"):
-        assert read(given) == read(f"./{given}") == read(here / given) == ["own"]
+        assert read(f"./{given}") == read(here / given) == ["own"]
+        assert name == "~" or read(given) == ["own"]  # which is home in front of a path, as in a shell
     assert read(f"./{name}") == read(here / name) == ["own", "own"]
     json.dumps(fingerprint(Source(files=(str(here / name),))), ensure_ascii=False).encode()
     with pytest.raises(UserError):
