@@ -15,7 +15,8 @@ start=(.venv/bin/python) ranks=()
 processors=$(.venv/bin/python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 if [ "$processors" -gt 1 ] && ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; then
     export OMP_NUM_THREADS=$((processors > 4 ? processors / 4 : 1))
-    start=(.venv/bin/torchrun --nproc-per-node=$((processors > 4 ? 4 : processors))) ranks=(parallel=ddp)
+    # The address is said, because it is looked up by the name of the host otherwise, which may be known nowhere.
+    start=(.venv/bin/torchrun --local-addr=127.0.0.1 --nproc-per-node=$((processors > 4 ? 4 : processors))) ranks=(parallel=ddp)
 fi
 .venv/bin/python scripts/fetch_corpus.py
 "${start[@]}" -m stack.train "${ranks[@]}" "$@"

@@ -173,7 +173,7 @@ def _write(piece: str) -> None:
     sys.stdout.flush()
 
 
-main = entry("chat", Chat, run, positional="checkpoint")
+main = entry("chat", Chat, run, positional="checkpoint", forgives=False)
 
 if __name__ == "__main__":
     main()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from stack import config
+from stack import config, disk
 from stack.config import UserError
 from stack.tokenizer import Tokenizer
 
@@ -119,7 +118,7 @@ def save(
         if final.exists():
             final.rename(_aside(final))
         partial.rename(final)
-        _sync(checkpoints)
+        disk.sync_path(checkpoints)
     except (OSError, SafetensorError, UserError) as error:
         needed = sum(tensor.nbytes for tensor in [*weights.values(), *moments.values()])
         raise UserError(_not_saved(final, error, needed)) from error
@@ -205,6 +204,7 @@ def _fill(partial: Path, documents: dict[str, Any], tensors: dict[str, dict[str,
         (partial / name).write_bytes(_json(value))
     for name, named in tensors.items():
         safetensors.torch.save_file(named, partial / name, {"format": "pt"})
+        shutil.copymode(partial / CONFIG, partial / name)  # the library lets nobody else read its files
 
 
 def _seal(partial: Path, facts: dict[str, Any]) -> None:
@@ -215,7 +215,7 @@ def _seal(partial: Path, facts: dict[str, Any]) -> None:
     }
     (partial / MANIFEST).write_bytes(_json({**facts, "files": files}))
     for path in [*partial.rglob("*"), partial]:
-        _sync(path)
+        disk.sync_path(path)
 
 
 def _verify_written(partial: Path, documents: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> None:
@@ -227,15 +227,6 @@ def _verify_written(partial: Path, documents: dict[str, Any], tensors: dict[str,
         if digest_tensors(safetensors.torch.load_file(partial / name)) != digest_tensors(named):
             raise _bad(partial / name, "does not read back as it was written")
     verify(partial)
-
-
-def _sync(path: Path) -> None:
-    """Bring a file, or a folder's entries, down to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _json(value: Any) -> bytes:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -36,6 +36,7 @@ from stack.arguments import CONF, Door, Given, Paths, PathText, Text
 from stack.errors import EchoError, LostError, UserError
 from stack.home import home
 from stack.sweep import Job
+from stack.terminal import forgiving
 
 # A name may look like a number: name=2024.
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
@@ -548,6 +549,7 @@ def entry(
     *,
     positional: str | None = None,
     compare: Callable[[str, Sequence[Job]], None] | None = None,
+    forgives: bool = True,
 ) -> Callable[[], None]:
     """The ``main`` of an entry point: compose ``conf/CONFIG_NAME.yaml`` with the command line, then ``job``.
 
@@ -557,6 +559,7 @@ def entry(
         job: returns the exit code.
         positional: the setting that an argument without ``KEY=`` stands for.
         compare: gets the title and the jobs of a sweep (``-m``) at its end; without it there is no sweep.
+        forgives: go on where nobody is there any more to read what is printed; see :mod:`stack.terminal`.
 
     A :class:`UserError`, and what Hydra finds wrong with the command line, print one message and exit with 2; any other
     exception keeps its traceback and exits with 1. A sweep attempts all of its jobs and exits as the first failed one;
@@ -569,6 +572,11 @@ def entry(
             return job(config)
 
     def main() -> None:
+        with forgiving() if forgives else nullcontext():
+            code = start()
+        sys.exit(code)
+
+    def start() -> int:
         done: list[Job] = []
         codes: list[int] = []
         title: list[str] = []
@@ -594,7 +602,7 @@ def entry(
                 raise UserError(f"stack.{config_name} does one thing at a time; leave -m out")
         except UserError as error:
             _tell(error)
-            sys.exit(2)
+            return 2
         _given[:] = [given]
         task = run_one if given.several else run
         try:
@@ -611,7 +619,7 @@ def entry(
             codes.append(2)
         if done and compare is not None and os.environ.get("RANK", "0") == "0":
             _exit_code(lambda: compare(title[0], done) or 0)
-        sys.exit(next((code for code in codes if code), 0))
+        return next((code for code in codes if code), 0)
 
     return main
 
@@ -719,7 +727,8 @@ def command(name: str) -> str | None:
     start = [str(here / "python")]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         local, world = (int(os.environ[key]) for key in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-        nodes = [f"--nnodes={world // local}"] if world > local else []
+        # Its own address is looked up by name otherwise, for minutes where the name of the host is nowhere known.
+        nodes = [f"--nnodes={world // local}"] if world > local else ["--local-addr=127.0.0.1"]
         start = [str(here / "torchrun"), *nodes, f"--nproc-per-node={local}"]
     given = [text for text in given if not text.startswith("resume=")]
     return shlex.join([*start, "-m", f"stack.{told.job.config_name}", *given])

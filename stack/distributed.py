@@ -189,7 +189,7 @@ def ranks(kind: str, device: str) -> Iterator[Ranks]:
     if "RANK" not in os.environ:
         raise UserError(
             f"parallel={kind} needs the processes that torchrun starts: "
-            f"torchrun --nproc-per-node=N -m stack.train parallel={kind}"
+            f"torchrun --local-addr=127.0.0.1 --nproc-per-node=N -m stack.train parallel={kind}"
         )
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda":

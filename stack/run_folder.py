@@ -7,10 +7,8 @@ Everything here is done by rank 0.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from stack import checkpoint
+from stack import checkpoint, disk
 from stack.arguments import Kind, hint_of, kind_of
 from stack.config import LENGTHS, Config, FineTune, Run, UserError, keys_at, plain
 from stack.distributed import Ranks
@@ -109,27 +107,27 @@ def names(runs_dir: Path) -> str:
 
 
 @contextmanager
-def locked(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """Rank 0 holds ``folder/.lock``; :class:`UserError` with the host and process of the job that has it already."""
+def locked(folder: Path, ranks: Ranks, show: Callable[[str], None] = print) -> Iterator[None]:
+    """Rank 0 holds ``folder/.lock``; :class:`UserError` with the host and process of the job that has it already.
+
+    ``show`` hears what the file system does not offer.
+    """
     with ExitStack() as held:
-        ranks.on_main(lambda: _lock(folder, held))
+        ranks.on_main(lambda: _lock(folder, held, show))
         yield
 
 
-def _lock(folder: Path, held: ExitStack) -> None:
+def _lock(folder: Path, held: ExitStack, show: Callable[[str], None]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    file = held.enter_context(open(folder / ".lock", "a+"))  # noqa: SIM115  closed, and so unlocked, by locked()
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
+    if (other := disk.take(folder / ".lock", held, show)) is not None:
         raise UserError(
-            f"another job is at work in {folder}: {file.read().strip() or 'it has not said which'}; "
+            f"another job is at work in {folder}: {other}; "
             "wait for it, stop it, or give this one its own folder with name=…"
-        ) from None
-    file.truncate(0)
-    file.write(f"host {socket.gethostname()}, process {os.getpid()}\n")
-    file.flush()
+        )
+    if not (disk.sync_path(folder) and disk.sync_path(folder / ".lock")):
+        show(
+            f"{folder} is on a file system that cannot be told to write to the disk: a power cut may cost a checkpoint"
+        )
 
 
 def start_of(folder: Path, config: Run, show: Callable[[str], None], branch: str | None = None) -> Start:

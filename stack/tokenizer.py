@@ -18,6 +18,7 @@ import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 
-from stack import config
+from stack import config, disk
 from stack.config import UserError
 from stack.data.corpus import Known, documents, held_out, look, uniform
 
@@ -48,6 +49,8 @@ NO_TEXT = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 RARE = {byte: re.escape(chr(byte)) for byte in (*range(0x20), 0x7F) if chr(byte) not in "\t\n\r"}
 RARE |= {0xF1: "\U00040000-\U0007ffff", 0xF2: "\U00080000-\U000bffff", 0xF4: "\U00100000-\U0010ffff"}
 READ = 4  # the sample is drawn from the first READ * sample_mb of each source, since a hub set may have no end
+LOCK = "lock"  # of a folder that is being made
+UNLOCKED_S = 86_400.0  # so old is a folder without one that nobody makes any more
 MEASURED_MB = 1.0  # held-out text of each source on which bytes per token are measured
 
 
@@ -293,13 +296,28 @@ def train(settings: config.Tokenizer, data: config.Data, root: Path, show: Calla
 
 
 def appear(folder: Path, make: Callable[[Path], Any]) -> None:
-    """``make`` a folder with a ``manifest.json`` beside, then give it its name: it stands there whole or not at all."""
+    """``make`` a folder with a ``manifest.json`` beside, then give it its name: it stands there whole or not at all.
+
+    What killed processes left beside is cleared.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
+    for left in folder.parent.glob(".*-*/"):
+        _clear(left)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside, ExitStack() as held:
+        disk.take(Path(beside) / LOCK, held)
         make(Path(beside) / "made")
         if not (folder / "manifest.json").is_file():  # nobody else was quicker
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(Path(beside) / "made", folder)
+
+
+def _clear(left: Path) -> None:
+    """Remove a folder that :func:`appear` began, if nobody is at work in it."""
+    with ExitStack() as held, suppress(OSError):  # somebody else clears it, too
+        locked = (left / LOCK).is_file()
+        age = time.time() - left.stat().st_mtime
+        if age > UNLOCKED_S if not locked else disk.take(left / LOCK, held) is None:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _padded(found: Tokenizer) -> Tokenizer:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from stack import disk
 
 if TYPE_CHECKING:
     from stack.wandb_run import WandbRun
@@ -41,7 +42,7 @@ class Metrics:
                 with open(folder / "metrics.discarded.jsonl", "ab") as discarded:
                     discarded.write(beyond if beyond.endswith(b"\n") else beyond + b"\n")
                     discarded.flush()
-                    os.fsync(discarded.fileno())
+                    disk.sync(discarded.fileno())
                 file.truncate(offset)
         self._file = open(self.path, "ab")  # noqa: SIM115  closed by close()
 
@@ -52,7 +53,7 @@ class Metrics:
 
     def offset(self) -> int:
         """Bytes written so far, safe on disk."""
-        os.fsync(self._file.fileno())
+        disk.sync(self._file.fileno())
         return self._file.tell()
 
     def close(self) -> None:

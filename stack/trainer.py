@@ -38,6 +38,7 @@ from stack.tokenizer import Tokenizer, write_json
 from stack.tracking import Display, Metrics, Tracker, duration
 from stack.wandb_run import WandbRun
 
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # that stop a run; SIGHUP: its terminal has gone
 BAD_STREAK = 3  # steps in a row that are not finite, before an alert
 
 
@@ -371,10 +372,10 @@ class Trainer:
         return 0
 
     def _signal_of_any_rank(self) -> int:
-        """The same on every rank: SIGTERM where any has it, else SIGINT where any has it, else 0."""
+        """The same on every rank: the first of SIGNALS that any of them has, else 0."""
         seen = self.signal  # one look: another may come at any time
-        term, interrupt = self.ranks.sum(seen == signal.SIGTERM, seen == signal.SIGINT)
-        return signal.SIGTERM.value if term else signal.SIGINT.value if interrupt else 0
+        had = self.ranks.sum(*(seen == number for number in SIGNALS))
+        return next((number.value for number, ranks in zip(SIGNALS, had, strict=True) if ranks), 0)
 
     def _account(self, result: StepResult) -> None:
         """Counts the step; raises :class:`UserError` after too many bad ones in a row."""
@@ -570,7 +571,9 @@ class Trainer:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM let the step finish and be saved; a second one ends the process at once.
+        """A signal of SIGNALS lets the step finish and be saved; a second one ends the process at once.
+
+        One that is ignored already stays so, as SIGHUP under nohup.
 
         What comes within a second of the first is the same one: torchrun passes on what a terminal has sent to all.
         """
@@ -583,7 +586,8 @@ class Trainer:
             if not self.signal:
                 self.signal, since = number, time.monotonic()
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in heard}
         try:
             yield
         finally:

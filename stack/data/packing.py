@@ -10,16 +10,14 @@ that comes of it is equal byte for byte to one made in one go, by any number of 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from stack import config, conversation
+from stack import config, conversation, disk
 from stack.config import UserError
 from stack.data import corpus, formats
 from stack.data.corpus import Known
@@ -40,6 +38,7 @@ FORMAT = 1
 SPLITS = ("train", "validation")
 _MB = 1_000_000
 _SHOW_SECONDS = 3.0
+_LOOK_SECONDS = 0.1  # between two looks whether a lock is free
 _ESTIMATE_AFTER = 2 * _MB  # bytes of text read; before, the speed is that of starting the workers
 
 
@@ -241,15 +240,18 @@ def pack(
 
 @contextmanager
 def _locked(path: Path, show: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock ``path``; the kernel lets go of it when the process dies."""
+    """Hold the lock ``path``; it is free when the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            show(f"another process packs this already; waiting for it ({path})")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    told = False
+    while True:
+        with ExitStack() as held:
+            if (other := disk.take(path, held, None if told else show)) is None:
+                yield
+                return
+        if not told:
+            show(f"another process packs this already ({other}); waiting for it ({path})")
+            told = True
+        time.sleep(_LOOK_SECONDS)
 
 
 def _fill(
@@ -695,5 +697,5 @@ def _write_atomically(path: Path, data: bytes) -> None:
 
 def _sync_and_close(file: Any) -> None:
     file.flush()
-    os.fsync(file.fileno())
+    disk.sync(file.fileno())
     file.close()
