@@ -126,9 +126,7 @@ def test_a_run_where_nothing_of_it_is_offered(tmp_path: Path, without: Path) -> 
     assert not (run / ".lock.holder").exists() and list((run / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize(
-    ("umask", "files", "folders"), [(0o022, 0o644, 0o755), (0o002, 0o664, 0o775), (0o077, 0o600, 0o700)]
-)
+@pytest.mark.parametrize(("umask", "files", "folders"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
 def test_everything_follows_the_umask(tmp_path: Path, umask: int, files: int, folders: int) -> None:
     job = tiny.Job(_under, str(tmp_path), umask, log=tmp_path / "log")
     assert job.wait() == 0, job.output()

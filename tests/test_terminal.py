@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,34 @@ def finished(run: Path) -> bool:
     return len(tiny.rows(run)) >= 40 and (run / "checkpoints/step-00000040/manifest.json").is_file()
 
 
-def test_a_reader_that_leaves_ends_nothing(root: Path) -> None:
-    """``stack.train | head -n 1``, standard error gone as well."""
+def nobody_reads() -> int:
+    """``stack.train | head -n 0``."""
+    read, write = os.pipe()
+    os.close(read)
+    return write
+
+
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+@pytest.mark.parametrize("output", [nobody_reads, full_disk])
+def test_output_that_fails_ends_nothing(root: Path, output: Callable[[], int]) -> None:
+    name = f"fails-{output.__name__}"
+    job = tiny.Job(_into, output, tiny.settings(root, f"name={name}", STEPS), log=root / f"{name}.log")
+    assert job.wait() == 0
+    assert finished(root / "runs" / name)
+
+
+def _into(output: Callable[[], int], arguments: list[str]) -> None:
+    failing = output()
+    for number in (1, 2):
+        os.dup2(failing, number)
+    tiny.command(arguments)
+
+
+def test_a_reader_that_leaves_midway_ends_nothing(root: Path) -> None:
+    """``stack.train | head -n 1``."""
     job = subprocess.Popen(command(root, "name=head", STEPS), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert job.stdout is not None and job.stdout.readline()
     job.stdout.close()
@@ -37,23 +64,12 @@ def test_a_reader_that_leaves_ends_nothing(root: Path) -> None:
     assert finished(root / "runs/head")
 
 
-@pytest.mark.parametrize("closed", ["1", "2", "0 1 2"])
-def test_closed_from_the_beginning(root: Path, closed: str) -> None:
-    """And nothing of what is said gets into a file that took the number of the closed one."""
-    name = f"closed-{closed.replace(' ', '')}"
-    closing = " ".join(f"{number}>&-" for number in closed.split()).replace("0>&-", "0<&-")
-    done = subprocess.run(
-        ["sh", "-c", f'exec "$@" {closing}', "sh", *command(root, f"name={name}", STEPS)], timeout=120
-    )
-    assert done.returncode == 0
-    assert finished(root / "runs" / name)
-    assert all(line.startswith("{") for line in (root / "runs" / name / "metrics.jsonl").read_text().splitlines())
-
-
-def test_a_full_disk_behind_the_output(root: Path) -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command(root, "name=full", STEPS), stdout=full, stderr=full, timeout=120)
-    assert done.returncode == 0 and finished(root / "runs/full")
+def test_closed_from_the_beginning(root: Path) -> None:
+    """And nothing of what is said gets into a file that took the number of a closed one."""
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command(root, "name=closed", STEPS)]
+    assert subprocess.run(closed, timeout=120).returncode == 0
+    assert finished(root / "runs/closed")
+    assert all(line.startswith("{") for line in (root / "runs/closed/metrics.jsonl").read_text().splitlines())
 
 
 @pytest.mark.parametrize("hears", [True, False])
@@ -101,12 +117,11 @@ def test_a_hang_up_of_one_rank_stops_all(root: Path) -> None:
 @pytest.mark.parametrize("module", ["stack.plan", "stack.report", "stack.audit"])
 def test_what_is_printed_for_nobody_costs_no_traceback(root: Path, module: str) -> None:
     tiny.train(root, "name=seen", "train.steps=1").wait()
-    arguments = {"stack.plan": [], "stack.report": ["seen"], "stack.audit": ["seen"]}[module]
-    where = [] if module == "stack.plan" else [f"runs_dir={root}/runs"]
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments, *where], stdout=write, stderr=subprocess.PIPE, text=True
-    )
-    os.close(write)
-    assert (done.returncode, done.stderr) == (0, "")
+    arguments = [] if module == "stack.plan" else ["seen", f"runs_dir={root}/runs"]
+    job = tiny.Job(_printed_for_nobody, arguments, module, log=root / f"{module}.log")
+    assert (job.wait(), job.output()) == (0, "")
+
+
+def _printed_for_nobody(arguments: list[str], module: str) -> None:
+    os.dup2(nobody_reads(), 1)
+    tiny.command(arguments, module)
