@@ -15,7 +15,7 @@ from stack.sweep import Job
 from stack.tracking import duration
 
 
-def compare(title: str, jobs: Sequence[Job]) -> None:
+def compare(jobs: Sequence[Job]) -> None:
     """Prints a line for each run, with what differs and how it ended, and writes ``RUNS_DIR/TITLE.html``, said last.
 
     A run that is not there, or not to be read, has its exit code alone.
@@ -35,7 +35,7 @@ def compare(title: str, jobs: Sequence[Job]) -> None:
         return
     elif folders := list(dict.fromkeys(run.folder for run in found if run is not None)):
         try:
-            print(f"page: {page.write(folders, Path(jobs[0].runs_dir) / f'{title}.html')}")
+            print(f"page: {page.write(folders, Path(jobs[0].runs_dir) / f'{jobs[0].title}.html')}")
         except (UserError, OSError) as error:
             print(f"no page: {error}", file=sys.stderr)
 

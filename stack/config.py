@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -548,7 +548,7 @@ def entry(
     job: Callable[[Schema], int],
     *,
     positional: str | None = None,
-    compare: Callable[[str, Sequence[Job]], None] | None = None,
+    compare: Callable[[Sequence[Job]], None] | None = None,
     forgives: bool = True,
 ) -> Callable[[], None]:
     """The ``main`` of an entry point: compose ``conf/CONFIG_NAME.yaml`` with the command line, then ``job``.
@@ -558,12 +558,12 @@ def entry(
         schema: its settings; which of them are paths and texts, that are taken as typed, the types say.
         job: returns the exit code.
         positional: the setting that an argument without ``KEY=`` stands for.
-        compare: gets the title and the jobs of a sweep (``-m``) at its end; without it there is no sweep.
+        compare: gets the jobs of a sweep (``-m``) at its end; without it there is no sweep.
         forgives: go on where nobody is there any more to read what is printed; see :mod:`stack.terminal`.
 
     A :class:`UserError`, and what Hydra finds wrong with the command line, print one message and exit with 2; any other
-    exception keeps its traceback and exits with 1. A sweep attempts all of its jobs and exits as the first failed one;
-    a signal ends it.
+    exception keeps its traceback and exits with 1. A sweep attempts all of its jobs and exits as the first one that
+    failed; a signal ends it, with its own code.
     """
     door = Door(config_name, schema, positional)
 
@@ -579,18 +579,14 @@ def entry(
     def start() -> int:
         done: list[Job] = []
         codes: list[int] = []
-        title: list[str] = []
 
         def run(values: DictConfig) -> None:
             codes.append(1)  # whatever happens
-            codes[-1] = _exit_code(lambda: at_home(typed(values, schema)))
-
-        def run_one(values: DictConfig) -> None:
-            codes.append(1)
-            one = _job_of(values, given.swept)
-            title.append(sweep.title_of(values.get("name", config_name), one.differs))
-            _say(f"job {len(codes)}: {', '.join(f'{k}={v}' for k, v in one.differs.items()) or 'nothing differs'}")
-            with sweep.apart(title[0]):
+            if not given.several:
+                codes[-1] = _exit_code(lambda: at_home(typed(values, schema)))
+                return
+            one = _job_of(values, given.swept, done)
+            with sweep.apart(one.title):
                 codes[-1] = _exit_code(lambda: at_home(typed(_renamed(values, one.name), schema)))
             done.append(dataclasses.replace(one, code=codes[-1]))
             if codes[-1] > 128 or (codes[-1] and int(os.environ.get("WORLD_SIZE", "1")) > 1):
@@ -604,13 +600,11 @@ def entry(
             _tell(error)
             return 2
         _given[:] = [given]
-        task = run_one if given.several else run
         try:
             with _composed(given):
-                hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(task)()
+                hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(run)()
         except SystemExit as stop:
-            if stop.code and not any(codes):
-                codes.append(2 if not codes else int(stop.code))
+            codes[-1:] = [int(stop.code or 0) if codes or not stop.code else 2]
         except KeyboardInterrupt:
             _say_interrupted()
             codes.append(130)
@@ -618,8 +612,9 @@ def entry(
             _tell(UserError(arguments.explained(error, door)))
             codes.append(2)
         if done and compare is not None and os.environ.get("RANK", "0") == "0":
-            _exit_code(lambda: compare(title[0], done) or 0)
-        return next((code for code in codes if code), 0)
+            _exit_code(lambda: compare(done) or 0)
+        stopped = codes[-1] if codes and codes[-1] > 128 else 0
+        return stopped or next((code for code in codes if code), 0)
 
     return main
 
@@ -655,20 +650,16 @@ def _say_interrupted() -> None:
     print("interrupted; the same command goes on from what is finished", file=sys.stderr)
 
 
-def _say(line: str) -> None:
-    """One line, of rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
-
-
 @contextmanager
 def _composed(given: Given) -> Iterator[None]:
     """Around Hydra: it reads what we have read, raises what it finds wrong, and leaves no folder of its own."""
-    before = sys.argv
-    full = os.environ.get("HYDRA_FULL_ERROR")
-    with tempfile.TemporaryDirectory() as scratch:
-        swept = [f"hydra.sweep.dir={arguments.quoted(scratch)}", "hydra.sweep.subdir=."] if given.several else []
-        sys.argv = [before[0], *given.hydra, *(one for one in swept if not _has(given.hydra, one))]
+    before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    with ExitStack() as stack:
+        scratch = []
+        if given.several:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            scratch = [f"hydra.sweep.dir={arguments.quoted(folder)}", "hydra.sweep.subdir=."]
+        sys.argv = [before[0], *given.hydra, *(one for one in scratch if not _has(given.hydra, one))]
         os.environ["HYDRA_FULL_ERROR"] = "1"
         try:
             yield
@@ -682,13 +673,17 @@ def _has(given: list[str], override: str) -> bool:
     return any(argument.partition("=")[0] == key for argument in given)
 
 
-def _job_of(values: DictConfig, swept: Sequence[str]) -> Job:
-    """The job of a sweep that has just begun."""
+def _job_of(values: DictConfig, swept: Sequence[str], done: Sequence[Job]) -> Job:
+    """The job of a sweep that begins now, after those that are done; rank 0 says so."""
     told = HydraConfig.get()
     keys = [*swept, *(told.sweeper.get("params") or {})]
     differs = sweep.differences(OmegaConf.to_container(told.overrides.task), keys)
-    name = sweep.name_of(str(values.get("name", "")), differs)
-    return Job(name, differs, arguments.expanded(str(values.get("runs_dir", "."))), 1)
+    base, runs_dir = str(values.get("name", "")), os.path.expanduser(str(values.get("runs_dir", "")))
+    title = done[0].title if done else sweep.title_of(base, differs)
+    if os.environ.get("RANK", "0") == "0":
+        shown = ", ".join(f"{key}={value}" for key, value in differs.items())
+        print(f"job {len(done) + 1}: {shown or 'nothing differs'}", flush=True)
+    return Job(sweep.name_of(base, differs), title, differs, runs_dir, 1)
 
 
 def _renamed(values: DictConfig, name: str) -> DictConfig:

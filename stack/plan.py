@@ -124,7 +124,7 @@ def _text_mb(source: Source) -> float | None:
     return None if size is None else size / 1e6 * source.weight
 
 
-main = entry("plan", Planned, run, compare=lambda title, jobs: None)  # each plan has been printed
+main = entry("plan", Planned, run, compare=lambda jobs: None)  # each plan has been printed
 
 if __name__ == "__main__":
     main()

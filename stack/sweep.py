@@ -30,6 +30,7 @@ class Job:
     """One job of a sweep that has ended."""
 
     name: str  # of its run
+    title: str  # what all jobs of the sweep have in common
     differs: dict[str, str]  # its values of what the jobs differ in, by short key
     runs_dir: str
     code: int  # its exit code
@@ -54,7 +55,7 @@ def name_of(base: str, differs: dict[str, str]) -> str:
 
 
 def title_of(base: str, differs: dict[str, str]) -> str:
-    """What the jobs have in common: their group in wandb, and the name of their page."""
+    """The name of the sweep: its group in wandb, and its page."""
     return "-".join([base, *map(_word, differs)])[:_LONGEST]
 
 

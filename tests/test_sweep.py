@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from stack import config, sweep
 from stack.config import Config
-from stack.sweep import Job
 
 
 def weights(run: Path) -> dict[str, bytes]:
@@ -137,7 +136,7 @@ def _doors(arguments: list[str]) -> None:
         return 3 if c.seed == 3 else 0
 
     sys.argv = ["stack.train", *arguments]
-    config.entry("train", Config, job, compare=lambda title, jobs: print("END", title, [j.code for j in jobs]))()
+    config.entry("train", Config, job, compare=lambda jobs: print("END", jobs[0].title, [j.code for j in jobs]))()
 
 
 def test_a_job_leaves_no_environment_and_is_of_a_group(tmp_path: Path) -> None:
@@ -173,4 +172,3 @@ def test_a_name_says_what_differs() -> None:
     assert named("++a.lr=1", "++b.lr=2", swept=("a.lr", "b.lr")) == "laptop-a.lr-1-b.lr-2"
     assert named("++name=x", swept=("name",)) == "laptop"
     assert re.fullmatch(r"laptop-files-runs_a_b-\w{6}", named('++data.files=["runs/a b"]', swept=("data.files",)))
-    assert Job("n", {}, "runs", 0).code == 0
