@@ -100,7 +100,16 @@ def look(source: Source) -> Known:
     content |= {"text": source.text, "weight": source.weight, "max_mb": source.max_mb} | own_share
     if isinstance(source, TalkSource):
         content |= {"format": source.format, "reasoning": source.reasoning}
-    return Known(content, seen, found.said())
+    return Known(content, seen, found.said() if source.hub is None else _linked(found.files))
+
+
+def _linked(paths: list[Path]) -> str | None:
+    """What a person should know of a data set folder, whose names are for the library to choose from."""
+    again = len(paths) - len(set(map(files.identity, paths)))
+    said = (
+        f"{again:,} of the names in this folder are links to another file in it; the datasets library reads each name"
+    )
+    return said if again else None
 
 
 def fingerprint(source: Source) -> dict[str, Any]:
@@ -122,13 +131,13 @@ def _local(source: Source) -> tuple[Found, bool]:
             f"{' or '.join(odd)} in its path ({folder.resolve()}); rename it, or read its files by "
             f"{_group(source)}.files={source.hub.path}"
         )
-    return Found([path for path in sorted(folder.rglob("*")) if path.is_file()]), True
+    return Found([path for path in sorted(folder.rglob("*")) if os.path.isfile(path)]), True
 
 
 def _folder(hub: Hub) -> Path | None:
     """The folder that a data set is, None of one on the hub."""
     path = Path(os.path.expanduser(hub.path))
-    return path if path.is_dir() else None
+    return path if os.path.isdir(path) else None
 
 
 def documents(
@@ -230,7 +239,7 @@ def _records(name: str, source: Source, of: tuple[File, ...]) -> Iterator[Row]:
         for file in of:  # of which the library takes what a cut one gives
             if file.path.suffix in files.COMPRESSED:
                 yield from _guarded(name, file.path, (file,), _whole(file))
-        yield from _guarded(name, source.hub.path, of, _hub_rows(source.hub, source))
+        yield from _guarded(name, source.hub.path, of, _hub_rows(source.hub, source, of))
         return
     for file in of:
         yield from _guarded(name, file.path, (file,), _file_rows(file, source))
@@ -304,13 +313,21 @@ def _parquet_rows(file: File, source: Source, place: str) -> Iterator[Row]:
         yield from _table_rows(found.schema_arrow.names, tables, source, place)
 
 
-def _hub_rows(hub: Hub, source: Source) -> Iterator[Row]:
+def _hub_rows(hub: Hub, source: Source, of: tuple[File, ...]) -> Iterator[Row]:
     """The rows of a hub set or of a local data set folder."""
     import datasets  # where it is needed, because it takes seconds
 
     datasets.disable_progress_bars()  # the program shows its own
-    path = str(_folder(hub) or hub.path)
-    found = datasets.load_dataset(path, hub.name, split=hub.split, revision=hub.revision, streaming=hub.streaming)
+    # What is not streamed is kept, and the library knows a file here by its name and time alone.
+    own = hashlib.sha256("".join(file.content for file in of).encode()).hexdigest()
+    found = datasets.load_dataset(
+        str(_folder(hub) or hub.path),
+        hub.name,
+        split=hub.split,
+        revision=hub.revision,
+        streaming=hub.streaming,
+        cache_dir=os.path.join(datasets.config.HF_DATASETS_CACHE, own) if of else None,
+    )
 
     def tables(columns: list[str] | None) -> Iterator[pyarrow.Table]:
         return (found if columns is None else found.select_columns(columns)).with_format("arrow").iter(BATCH)

@@ -60,6 +60,11 @@ class File:
         """Name, size and digest; not its folder, so that a corpus may be moved."""
         return {"name": shown(self.path.name), "bytes": self.size, "sha256": self.sha256}
 
+    @property
+    def content(self) -> str:
+        """The same for the same content: its digest, or without that what changes with it."""
+        return self.sha256 or repr(self._state)
+
     def check(self) -> None:
         """Raise :class:`Changed` where it is another one now; costs a look at the folder as long as it is not."""
         state = _state(self.path)
@@ -173,7 +178,7 @@ def find(patterns: Iterable[str], group: str = "data") -> Found:
     for pattern in patterns:
         best: dict[object, Path] = {}
         for path in _paths(pattern, group, found):
-            one = _identity(path)
+            one = identity(path)
             found.again += one in best or one in taken
             if one not in taken:
                 best[one] = min(best.get(one, path), path, key=lambda path: (len(path.parts), str(path)))
@@ -182,8 +187,8 @@ def find(patterns: Iterable[str], group: str = "data") -> Found:
     return found
 
 
-def _identity(path: Path) -> object:
-    """The same for two names of one file."""
+def identity(path: Path) -> object:
+    """The same for two names of one file, by links of either kind."""
     device, inode, size, changed, _ = _state(path)
     # Some network file systems number no files, or number two alike.
     return (device, inode, size, changed) if inode else os.path.realpath(path)
@@ -192,10 +197,10 @@ def _identity(path: Path) -> object:
 def _paths(pattern: str, group: str, found: Found) -> Iterator[Path]:
     """The files of one name, pattern or folder; ``found`` counts what is passed over or leads to a folder again."""
     for path in _named(pattern, group, found):
-        if path.is_dir():
+        if os.path.isdir(path):
             yield from _below(path, group, found)
         else:
-            _state(path)
+            _state(path)  # a pipe is told before its want of a suffix
             kind(path)
             yield path
 
@@ -233,7 +238,7 @@ def _named(pattern: str, group: str, found: Found) -> list[Path]:
             why = _cause(error)
         except (OSError, ValueError):
             pass
-        raise UserError(f"{shown(pattern) or 'a name without a letter'}: {why}; change {group}.files")
+        raise UserError(f"{shown(pattern) or 'an empty name'}: {why}; change {group}.files")
     return [Path(name) for name in names]
 
 
@@ -255,7 +260,7 @@ def _matches(pattern: Path, found: Found) -> Iterator[Path]:
 def _folders(top: Path, found: Found) -> Iterator[tuple[Path, list[str]]]:
     """Every folder from ``top`` down with the names of its files, none of them hidden; nearest first, each once."""
     seen: set[tuple[int, int]] = set()
-    waiting = deque([top] if top.is_dir() else [])
+    waiting = deque([top] if os.path.isdir(top) else [])
     while waiting:
         folder = waiting.popleft()
         try:
