@@ -17,14 +17,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+
+if TYPE_CHECKING:  # imported where it is needed: an encoding process composes nothing
+    from omegaconf import DictConfig
 
 # A name may look like a number: name=2024.
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
@@ -421,7 +420,7 @@ def plain(config: Any) -> dict[str, Any]:
 
 def typed(config: DictConfig | dict[str, Any], schema: type[Schema] = Config) -> Schema:
     """The composed configuration as frozen objects; raises one :class:`UserError` with every problem in it."""
-    values = _plain_values(config) if isinstance(config, DictConfig) else config
+    values = config if isinstance(config, dict) else _plain_values(config)
     try:
         result = TypeAdapter(schema).validate_python(values)
     except ValidationError as error:
@@ -435,6 +434,9 @@ def typed(config: DictConfig | dict[str, Any], schema: type[Schema] = Config) ->
 
 
 def _plain_values(config: DictConfig) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         return OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -574,6 +576,8 @@ def entry(
         texts.clear()  # of an earlier call
         texts.update({key: value for argument, key, value in given if key in raw and "=" in argument})
         sys.argv[1:] = [_left_to_us(argument) for argument, key, _ in given if key not in texts]
+        import hydra
+
         try:
             hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(run)()
         except SystemExit as stop:
@@ -588,6 +592,8 @@ def command() -> str | None:
 
     ``resume=`` is left out: it went back once, and going on does not.
     """
+    from hydra.core.hydra_config import HydraConfig
+
     if not HydraConfig.initialized():
         return None
     given = [text.removeprefix("++") for text in HydraConfig.get().overrides.task]
