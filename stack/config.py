@@ -107,7 +107,7 @@ class Source:
     text: str = "text"  # the field that holds the text
     weight: NotNegative = 1.0  # a document is packed floor(weight) times, plus once more by a seeded coin
     max_mb: Positive | None = None  # stop reading after this much text (MB of UTF-8)
-    validation: Annotated[float, Field(gt=0, lt=1)] | None = None  # held out, in the place of the group's share
+    validation: Annotated[float, Field(ge=0, lt=1)] | None = None  # held out, in the place of the group's share
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -132,8 +132,8 @@ class Data:
     text: str
     on_bad_row: Literal["skip", "error"]
     validation: Annotated[
-        float, Field(gt=0, lt=1)
-    ]  # share of the documents that is held out, by a stable hash of the text
+        float, Field(ge=0, lt=1)
+    ]  # share of the documents that is held out, by a stable hash of the text; 0: train without validation
     seed: int
     workers: Natural  # processes that encode; 0: one per processor
     shard_mb: Positive  # size at which a shard is closed

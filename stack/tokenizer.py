@@ -27,7 +27,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trai
 
 from stack import config
 from stack.config import UserError
-from stack.data.corpus import documents, fingerprint, held_out, uniform
+from stack.data.corpus import documents, fingerprint, uniform
+from stack.data.holding_out import rule_of
 from stack.portions import PORTION, portions
 
 FORMAT = 1  # raise it when the same text and settings are to give another tokenizer
@@ -320,14 +321,31 @@ def train(settings: config.Tokenizer, data: config.Data, root: Path, show: Calla
     if settings.folder is not None:
         return _padded(load(settings.folder))
     inputs = _inputs(settings, data)
-    hexes = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:8]
-    folder = root / "tokenizers" / f"{settings.name}-{hexes}"
+    folder = _folder(root, settings, inputs)
+    if data.validation and _saw_all(folder):
+        inputs["held_out"] = "last part"
+        folder = _folder(root, settings, inputs)
     if (folder / "manifest.json").is_file():
         found = load(folder)
         show(f"tokenizer {folder.name}: {found.vocab_size:,} entries, already trained")
         return found
     appear(folder, lambda beside: _make(beside, settings, data, inputs, show))
     return load(folder)
+
+
+def _folder(root: Path, settings: config.Tokenizer, inputs: dict[str, Any]) -> Path:
+    hexes = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:8]
+    return root / "tokenizers" / f"{settings.name}-{hexes}"
+
+
+def _saw_all(folder: Path) -> bool:
+    """Whether an earlier version trained the tokenizer on all of a text that is too short for the hash.
+
+    Such a text could not be packed then; now its last part is held out, also from the tokenizer.
+    """
+    path = folder / "manifest.json"
+    manifest = read_json(path) if path.is_file() else {"held_out": None}
+    return "held_out" not in manifest and not manifest.get("bytes_per_token")
 
 
 def appear(folder: Path, make: Callable[[Path], Any]) -> None:
@@ -395,6 +413,7 @@ def _make(
         "reserved": len(made.reserved),
         "sample_bytes": size,
         "bytes_per_token": bytes_per_token,
+        "held_out": {name: sum(len(text.encode()) for text in texts) for name, texts in measured.items()},
         "seconds": round(seconds, 1),
     }
     write_json(folder / "manifest.json", manifest)
@@ -413,22 +432,23 @@ def _sample(
     size = 0
     measured: dict[str, list[str]] = {}
     bad: Counter[str] = Counter()
+    rule = rule_of(data)
     for name, source in data.resolved_sources().items():
         measured[name] = []
         unmeasured, unread = MEASURED_MB * 1e6, READ * limit
         for document in documents(name, source, on_bad_row=data.on_bad_row, bad=bad):
-            length = len(document.text.encode())
-            if held_out(document.key, data.share_of(source), data.seed):
-                if unmeasured > 0:
-                    measured[name].append(document.text)
-                    unmeasured -= length
-            elif source.weight > 0:
-                rank = uniform(b"tokenizer", document.key, settings.seed) / source.weight
-                heapq.heappush(kept, (-rank, document.text, length))
-                size += length
-                while size > limit and len(kept) > 1:
-                    size -= heapq.heappop(kept)[2]
-            unread -= length
+            for part, held_out in rule.parts(name, source, document):
+                if held_out:
+                    if unmeasured > 0:
+                        measured[name].append(part.text)
+                        unmeasured -= part.num_bytes
+                elif source.weight > 0:
+                    rank = uniform(b"tokenizer", part.key, settings.seed) / source.weight
+                    heapq.heappush(kept, (-rank, part.text, part.num_bytes))
+                    size += part.num_bytes
+                    while size > limit and len(kept) > 1:
+                        size -= heapq.heappop(kept)[2]
+            unread -= document.num_bytes
             if unread <= 0:
                 break
     if bad:

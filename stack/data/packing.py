@@ -31,6 +31,7 @@ from stack import config, conversation
 from stack.config import UserError
 from stack.data import corpus
 from stack.data.encoding import Content, Encode, Encoded, encoder, id_dtype
+from stack.data.holding_out import Rule, rule_of
 from stack.data.placement import plan_windows
 from stack.tokenizer import Tokenizer
 
@@ -206,8 +207,8 @@ def pack(
     """Pack the sources of ``data`` into ``root/packed/NAME-<8 hex>``; reuse a finished folder, finish a begun one.
 
     The hex digits are of all that decides the content, so equal inputs meet in one folder. A second process that
-    packs the same one waits for the first. Conversations are made to fit into ``window`` ids. UserError where a split
-    has nothing to learn from.
+    packs the same one waits for the first. Conversations are made to fit into ``window`` ids. UserError where there is
+    nothing to learn from; nothing may be held out.
     """
     assert (window is not None) == isinstance(data, config.Conversations), (
         "conversations, and they alone, have a window"
@@ -262,13 +263,16 @@ def _fill(
     # By name: the digest of the inputs knows no order of sources.
     sources = {name: source for name, source in sorted(data.resolved_sources().items()) if source.weight > 0}
     cut = isinstance(data, config.Conversations) and data.too_long == "cut"
+    rule = rule_of(data)
+    if rule.says:
+        show(rule.says)
     with encoder(tokenizer, data.workers, window, cut) as encode:
         for name, source in sources.items():
             if progress["next_row"].get(name) != "end":
-                _pack_source(partial, progress, name, source, data, tokenizer, encode, show)
+                _pack_source(partial, progress, name, source, rule, tokenizer, encode, show)
     totals = {split: _total(progress["shards"], split=split) for split in SPLITS}
     try:
-        _refuse_short_split(totals, progress["skipped"], data)
+        _refuse_no_text(totals, progress["skipped"], data)
     except UserError:
         shutil.rmtree(partial)  # nothing that mends it would meet in this folder again
         raise
@@ -322,17 +326,18 @@ def _pack_source(
     progress: dict[str, Any],
     name: str,
     source: config.Source,
-    data: config.Data,
+    rule: Rule,
     tokenizer: Tokenizer,
     encode: Encode,
     show: Callable[[str], None],
 ) -> None:
     """Pack one source from its next row on, block by block."""
+    data = rule.data
     talk = {"cut": 0, "too_long": 0} if isinstance(data, config.Conversations) else {}
     skipped = progress["skipped"].setdefault(name, {"empty": 0, "repeats": 0, "omissions": 0, "bad_rows": {}} | talk)
     meter = _Meter(name, source, progress["read_bytes"].get(name, 0), show)
     limit = data.shard_mb * _MB
-    items = _items(name, source, data, start=progress["next_row"].get(name, 0))
+    items = _items(name, source, rule, start=progress["next_row"].get(name, 0))
     block = _Block(partial, progress["shards"], name, tokenizer)
     for item, encoded in encode(items):
         for reason, count in item.refused.items():
@@ -348,7 +353,7 @@ def _pack_source(
         skipped["omissions"] += item.copies == 0 and item.num_bytes > 0
         block.add(item, encoded, copies)
         meter.add(item.num_bytes, len(encoded.ids) * copies)
-        if block.text_bytes >= limit or block.train_bytes >= limit:
+        if item.ends_row and (block.text_bytes >= limit or block.train_bytes >= limit):
             progress["next_row"][name], progress["read_bytes"][name] = item.row + 1, meter.read
             block.close(progress)
             block = _Block(partial, progress["shards"], name, tokenizer)
@@ -367,10 +372,12 @@ class _Item:
     num_bytes: int = 0  # of UTF-8
     split: str = "train"
     copies: int = 0  # times it is packed; 0: not at all
+    ends_row: bool = True  # nothing more comes of the row: reading may begin behind it
 
 
-def _items(name: str, source: config.Source, data: config.Data, start: int) -> Iterator[tuple[_Item, Content]]:
+def _items(name: str, source: config.Source, rule: Rule, start: int) -> Iterator[tuple[_Item, Content]]:
     """The documents of a source in order, from row ``start`` on, each with its content if it is packed."""
+    data = rule.data
     bad: Counter[str] = Counter()
 
     def refused() -> dict[str, int]:
@@ -380,17 +387,16 @@ def _items(name: str, source: config.Source, data: config.Data, start: int) -> I
         return taken
 
     for document in corpus.documents(name, source, on_bad_row=data.on_bad_row, start=start, bad=bad):
-        held_out = corpus.held_out(document.key, data.share_of(source), data.seed)
-        if held_out:
-            copies = int(corpus.held_out(document.key, data.measured_share_of(source), data.seed))
-        else:
-            copies = corpus.packs(document.digest, source.weight, data.seed)
-        copies = copies if document.num_bytes else 0
-        split = "validation" if held_out else "train"
-        yield (
-            _Item(refused(), document.row, document.digest, document.num_bytes, split, copies),
-            document.content if copies else None,
-        )
+        parts = list(rule.parts(name, source, document))
+        for number, (part, held_out) in enumerate(parts, start=1):
+            if held_out:
+                copies = int(rule.measured(source, part))
+            else:
+                copies = corpus.packs(part.digest, source.weight, data.seed)
+            copies = copies if part.num_bytes else 0
+            split = "validation" if held_out else "train"
+            item = _Item(refused(), part.row, part.digest, part.num_bytes, split, copies, number == len(parts))
+            yield item, part.content if copies else None
     yield _Item(refused()), None
 
 
@@ -528,21 +534,20 @@ def _total(shards: list[dict[str, Any]], **only: str) -> dict[str, Any]:
     return {"shards": len(chosen), **sums, "texts": f"{sum(int(shard['texts'], 16) for shard in chosen) % 2**256:064x}"}
 
 
-def _refuse_short_split(totals: dict[str, Any], skipped: dict[str, Any], data: config.Data) -> None:
-    """UserError where a split has no target."""
+def _refuse_no_text(totals: dict[str, Any], skipped: dict[str, Any], data: config.Data) -> None:
+    """UserError where there is nothing to learn from."""
     group = "chat" if isinstance(data, config.Conversations) else "data"
-    for split, change in (("train", "lower"), ("validation", "raise")):
-        if totals[split]["documents"] == 0:
-            sources = "; ".join(
-                f"{name} ({', '.join(source.files) if source.hub is None else source.hub.path}), "
-                f"not packed: {json.dumps(skipped.get(name, 'weight 0'))}"
-                for name, source in data.resolved_sources().items()
-            )
-            raise UserError(
-                f"the {split} split has 0 documents, at least 1 is needed (train has {totals['train']['documents']}, "
-                f"validation {totals['validation']['documents']}); sources: {sources}; "
-                f"{change} {group}.validation={data.validation} or give more text"
-            )
+    if totals["train"]["documents"] == 0:
+        sources = "; ".join(
+            f"{name} ({', '.join(source.files) if source.hub is None else source.hub.path}), "
+            f"not packed: {json.dumps(skipped.get(name, 'weight 0'))}"
+            for name, source in data.resolved_sources().items()
+        )
+        raise UserError(
+            f"the train split has 0 documents, at least 1 is needed (train has {totals['train']['documents']}, "
+            f"validation {totals['validation']['documents']}); sources: {sources}; "
+            f"lower {group}.validation={data.validation} or give more text"
+        )
 
 
 class _Meter:
