@@ -17,7 +17,8 @@ import numpy as np
 
 from stack import conversation
 from stack.config import Conversations, FineTune, TalkSource, UserError
-from stack.data.corpus import documents, held_out
+from stack.data.corpus import documents
+from stack.data.holding_out import rule_of
 from stack.distributed import ALONE, Ranks
 from stack.generate import generate
 from stack.model.transformer import Decoder
@@ -79,13 +80,14 @@ def of_run(
 def questions(chat: Conversations, words: Tokenizer, each: int, context: int) -> list[Question]:
     """The turns of the first ``each`` held-out conversations of every source that fit into ``context``, in order."""
     found = []
+    rule = rule_of(chat)
     for name, source in sorted(chat.resolved_sources().items()):
-        share = chat.share_of(source)
         taken = 0
         for document in documents(name, source, on_bad_row=chat.on_bad_row, bad=Counter()):
             if taken >= each:
                 break
-            if held_out(document.key, share, chat.seed):
+            ((_, held_out),) = rule.parts(name, source, document)  # a conversation is never cut
+            if held_out:
                 found += _turns(name, taken, document.content, words, context)
                 taken += 1
     return found

@@ -108,7 +108,7 @@ class Source:
     text: str = "text"  # the field that holds the text
     weight: NotNegative = 1.0  # a document is packed floor(weight) times, plus once more by a seeded coin
     max_mb: Positive | None = None  # stop reading after this much text (MB of UTF-8)
-    validation: Annotated[float, Field(gt=0, lt=1)] | None = None  # held out, in the place of the group's share
+    validation: Annotated[float, Field(ge=0, lt=1)] | None = None  # held out, in the place of the group's share
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -133,8 +133,8 @@ class Data:
     text: str
     on_bad_row: Literal["skip", "error"]
     validation: Annotated[
-        float, Field(gt=0, lt=1)
-    ]  # share of the documents that is held out, by a stable hash of the text
+        float, Field(ge=0, lt=1)
+    ]  # share of the documents that is held out, by a stable hash of the text; 0: train without validation
     seed: int
     workers: Natural  # processes that encode; 0: one per processor
     shard_mb: Positive  # size at which a shard is closed
@@ -424,7 +424,7 @@ def plain(config: Any) -> dict[str, Any]:
 
 def typed(config: DictConfig | dict[str, Any], schema: type[Schema] = Config) -> Schema:
     """The composed configuration as frozen objects; raises one :class:`UserError` with every problem in it."""
-    values = _plain_values(config) if isinstance(config, DictConfig) else config
+    values = config if isinstance(config, dict) else _plain_values(config)
     try:
         result = TypeAdapter(schema).validate_python(values)
     except ValidationError as error:
@@ -438,6 +438,9 @@ def typed(config: DictConfig | dict[str, Any], schema: type[Schema] = Config) ->
 
 
 def _plain_values(config: DictConfig) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         return OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:

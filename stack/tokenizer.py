@@ -28,7 +28,9 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trai
 
 from stack import config, disk
 from stack.config import UserError
-from stack.data.corpus import Known, documents, held_out, look, uniform
+from stack.data.corpus import Known, documents, look, uniform
+from stack.data.holding_out import rule_of
+from stack.portions import PORTION, portions
 
 FORMAT = 1  # raise it when the same text and settings are to give another tokenizer
 END_OF_TEXT = "<|endoftext|>"
@@ -48,6 +50,7 @@ NO_TEXT = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 # … those of control characters and of planes without characters, which SmolLM2's vocabulary lacks. As regex ranges.
 RARE = {byte: re.escape(chr(byte)) for byte in (*range(0x20), 0x7F) if chr(byte) not in "\t\n\r"}
 RARE |= {0xF1: "\U00040000-\U0007ffff", 0xF2: "\U00080000-\U000bffff", 0xF4: "\U00100000-\U0010ffff"}
+AT_A_TIME = 8 * PORTION  # characters that the library encodes together, in some 250 MB of memory
 READ = 4  # the sample is drawn from the first READ * sample_mb of each source, since a hub set may have no end
 LOCK = "lock"  # of a folder that is being made
 UNLOCKED_S = 86_400.0  # so old is a folder without one that nobody makes any more
@@ -90,17 +93,45 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of plain text; what spells a control token is characters like any other. No bos is added.
 
-        A character of ``unknown`` is encoded as U+FFFD, where other programs drop it without a word.
+        A character of ``unknown`` is encoded as U+FFFD, where other programs drop it without a word. A stretch of more
+        than :data:`stack.portions.LONGEST` letters, digits, blanks or other characters of one kind is encoded in parts
+        of that length; otherwise the ids are those of other programs. UserError where the library gives up.
         """
-        return self._inner.encode(self._known(text), add_special_tokens=False).ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """:meth:`encode` of many texts, on all threads."""
-        known = texts if self.unknown is None else [self._known(text) for text in texts]
-        return [found.ids for found in self._inner.encode_batch_fast(known, add_special_tokens=False)]
+        found: list[list[int]] = []
+        for group in _groups(map(self._parts, texts)):
+            encoded = self._encode([part for _, part in group])
+            for (text, _), ids in zip(group, encoded, strict=True):
+                if text == len(found):
+                    found.append(ids)
+                else:
+                    found[text] += ids
+        return found
 
-    def _known(self, text: str) -> str:
-        return text if self.unknown is None else self.unknown.sub("\ufffd", text)
+    def _encode(self, parts: list[str]) -> list[list[int]]:
+        try:
+            return [found.ids for found in self._inner.encode_batch_fast(parts, add_special_tokens=False)]
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # the library's own, which no module has and Exception misses
+                raise
+            if len(parts) > 1:
+                return [ids for part in parts for ids in self._encode([part])]
+            raise UserError(
+                f"{self.folder}: the tokenizer library gives up ({error}) at a text of {len(parts[0]):,} characters "
+                f"that begins with {parts[0][:60]!r}; take it out, or take another tokenizer"
+            ) from None
+
+    def _parts(self, text: str) -> list[str]:
+        """What is encoded of a text, in parts that the library can take."""
+        known = text if self.unknown is None else self.unknown.sub("\ufffd", text)
+        found = portions(known)
+        if len(found) > 1 and self._inner.normalizer is not None:
+            # A cut may not keep an accent from its letter; what is composed before stays as it is in every part.
+            found = portions(unicodedata.normalize("NFC", known))
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         """The inverse of :meth:`encode`. Control tokens show as their text, broken UTF-8 as U+FFFD."""
@@ -128,6 +159,20 @@ class Tokenizer:
         if max_length is not None:
             settings = read_json(folder / "tokenizer_config.json") | {"model_max_length": max_length}
             write_json(folder / "tokenizer_config.json", settings)
+
+
+def _groups(parts_of_texts: Iterable[list[str]]) -> Iterator[list[tuple[int, str]]]:
+    """The parts of many texts, each with the number of its text, about ``AT_A_TIME`` characters a group."""
+    group: list[tuple[int, str]] = []
+    size = 0
+    for number, parts in enumerate(parts_of_texts):
+        for part in parts:
+            if size >= AT_A_TIME:
+                yield group
+                group, size = [], 0
+            group.append((number, part))
+            size += len(part)
+    yield group
 
 
 def load(folder: Path | str) -> Tokenizer:
@@ -224,7 +269,7 @@ def _roles(
 def _check_text(found: Tokenizer) -> None:
     """UserError where a text does not come back, or where the text of a control token becomes one."""
     probe = "a" + "".join(map(chr, range(0x20, 0x250))) + "  a  \n\n b\r\n\t日本語 🙂\u2028 I'm 1234  "
-    probe = found._known(unicodedata.normalize("NFC", probe))
+    probe = "".join(found._parts(unicodedata.normalize("NFC", probe)))
     back = found.decode(found.encode(probe))
     if back != probe:
         at = next((i for i, (a, b) in enumerate(zip(probe, back, strict=False)) if a != b), len(back))
@@ -285,14 +330,31 @@ def train(settings: config.Tokenizer, data: config.Data, root: Path, show: Calla
         return _padded(load(settings.folder))
     known = {name: look(source) for name, source in data.resolved_sources().items()}
     inputs = _inputs(settings, data, known)
-    hexes = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:8]
-    folder = root / "tokenizers" / f"{settings.name}-{hexes}"
+    folder = _folder(root, settings, inputs)
+    if data.validation and _saw_all(folder):
+        inputs["held_out"] = "last part"
+        folder = _folder(root, settings, inputs)
     if (folder / "manifest.json").is_file():
         found = load(folder)
         show(f"tokenizer {folder.name}: {found.vocab_size:,} entries, already trained")
         return found
     appear(folder, lambda beside: _make(beside, settings, data, known, inputs, show))
     return load(folder)
+
+
+def _folder(root: Path, settings: config.Tokenizer, inputs: dict[str, Any]) -> Path:
+    hexes = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:8]
+    return root / "tokenizers" / f"{settings.name}-{hexes}"
+
+
+def _saw_all(folder: Path) -> bool:
+    """Whether an earlier version trained the tokenizer on all of a text that is too short for the hash.
+
+    Such a text could not be packed then; now its last part is held out, also from the tokenizer.
+    """
+    path = folder / "manifest.json"
+    manifest = read_json(path) if path.is_file() else {"held_out": None}
+    return "held_out" not in manifest and not manifest.get("bytes_per_token")
 
 
 def appear(folder: Path, make: Callable[[Path], Any]) -> None:
@@ -380,6 +442,7 @@ def _make(
         "reserved": len(made.reserved),
         "sample_bytes": size,
         "bytes_per_token": bytes_per_token,
+        "held_out": {name: sum(len(text.encode()) for text in texts) for name, texts in measured.items()},
         "seconds": round(seconds, 1),
     }
     write_json(folder / "manifest.json", manifest)
@@ -398,24 +461,25 @@ def _sample(
     size = 0
     measured: dict[str, list[str]] = {}
     bad: Counter[str] = Counter()
+    rule = rule_of(data)
     for name, source in data.resolved_sources().items():
         measured[name] = []
         if known[name].said:
             show(f"{name}: {known[name].said}")
         unmeasured, unread = MEASURED_MB * 1e6, READ * limit
         for document in documents(name, source, on_bad_row=data.on_bad_row, bad=bad, known=known[name]):
-            length = len(document.text.encode())
-            if held_out(document.key, data.share_of(source), data.seed):
-                if unmeasured > 0:
-                    measured[name].append(document.text)
-                    unmeasured -= length
-            elif source.weight > 0:
-                rank = uniform(b"tokenizer", document.key, settings.seed) / source.weight
-                heapq.heappush(kept, (-rank, document.text, length))
-                size += length
-                while size > limit and len(kept) > 1:
-                    size -= heapq.heappop(kept)[2]
-            unread -= length
+            for part, held_out in rule.parts(name, source, document):
+                if held_out:
+                    if unmeasured > 0:
+                        measured[name].append(part.text)
+                        unmeasured -= part.num_bytes
+                elif source.weight > 0:
+                    rank = uniform(b"tokenizer", part.key, settings.seed) / source.weight
+                    heapq.heappush(kept, (-rank, part.text, part.num_bytes))
+                    size += part.num_bytes
+                    while size > limit and len(kept) > 1:
+                        size -= heapq.heappop(kept)[2]
+            unread -= document.num_bytes
             if unread <= 0:
                 known[name].check()
                 break
@@ -458,10 +522,10 @@ def fit(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
 
 
 def _batches(texts: Iterable[str], count: int = 256) -> Iterator[list[str]]:
-    """Lists of texts: the library hands each to all of its threads."""
+    """Lists of texts or parts of them: the library hands each to all of its threads."""
     batch = []
-    for text in texts:
-        batch.append(text)
+    for part in (part for text in texts for part in portions(text)):
+        batch.append(part)
         if len(batch) == count:
             yield batch
             batch = []

@@ -121,7 +121,7 @@ def test_contradictions_are_told_at_once_each_with_the_flags_to_change() -> None
     ("flag", "value"),
     [
         ("tokenizer.vocab_size", 100), ("tokenizer.vocab_size", 1000), ("model.head_dim", 63), ("train.micro_batch", 0),
-        ("optim.beta1", 1.0), ("optim.eps", 0.0), ("data.validation", 0.0), ("data.validation", 1.0),
+        ("optim.beta1", 1.0), ("optim.eps", 0.0), ("data.validation", -0.1), ("data.validation", 1.0),
         ("train.clip", -1), ("schedule.decay", 1.1), ("optim.lr", float("nan")), ("optim.lr", float("inf")),
         ("train.steps", 0), ("device", "tpu"), ("train.window", 2.5), ("seed", None), ("model.qk_norm", "perhaps"),
         ("name", [3]), ("data.files", 3), ("data_dir", ""), ("checkpoint", "often"),

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 import unicodedata
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack import config, tokenizer
+from stack import config, portions, tokenizer
 from stack.config import UserError
 from stack.data.corpus import held_out, look
 from stack.tokenizer import END_OF_TEXT, PAD, Tokenizer, load, train
@@ -428,6 +429,57 @@ def test_other_peoples_ids_are_those_of_hugging_face(other, text):
     assert found.decode(ids) == (unicodedata.normalize("NFC", text) if normal else text)
     if not any(token in text for token in found.control):
         assert theirs(text, add_special_tokens=False)["input_ids"] == ids == found.encode_batch([text])[0]
+
+
+ONE_KIND = ("acgt" * 250, "7" * 1000, "\t" * 1000, " " * 1000, "\n" * 1000, "=" * 1000, "文" * 1000, "_" * 1000)
+
+
+def test_ids_are_those_of_hugging_face_up_to_the_longest_stretch(made, theirs, other, monkeypatch):
+    """The longest stretches that stay whole, and more text than is encoded at a time, cut between its words."""
+    monkeypatch.setattr(portions, "PORTION", 2_000)
+    monkeypatch.setattr(tokenizer, "AT_A_TIME", 5_000)
+    text = "x".join(f"{stretch} 'tis the sea, and 3 old men's {stretch}" for stretch in ONE_KIND)
+    assert len(portions.portions(text)) > 5
+    for ours, reference in ((made, theirs), other):
+        expected = reference(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode_batch(["the", text, "", text]) == [ours.encode("the"), expected, [], expected]
+
+
+@pytest.mark.parametrize("stretch", [*ONE_KIND, "\u1100\u1161", "e\u0301", "\u0301"])
+@pytest.mark.parametrize("before", ["", "a", " "])
+def test_any_stretch_survives(made, other, stretch, before):
+    """Far above the length that is cut, composed or not."""
+    text = before + stretch * (3_777 // len(stretch)) + before
+    assert made.decode(made.encode(text)) == text
+    found, _ = other
+    normal = "qwen" in str(found.folder)
+    assert found.decode(found.encode(text)) == (unicodedata.normalize("NFC", text) if normal else text)
+
+
+def test_millions_of_blanks_are_encoded(made):
+    """More than the regex engine takes back while it searches."""
+    text = "\t" * 11_000_000
+    with pytest.raises(BaseException, match="retry-limit"):
+        made._inner.encode(text)
+    assert made.encode(text) == made.encode(text[:1_000]) * 11_000
+
+
+def test_a_million_letters_without_a_blank_are_learnt_from():
+    """Where each merge looked at all of a stretch, this took minutes."""
+    text = "".join(random.Random(0).choices("ACGT", k=1_000_000))
+    began = time.process_time()
+    assert tokenizer.fit([text], 1024).get_vocab_size() == 1024
+    assert time.process_time() - began < 20
+
+
+def test_a_text_that_the_library_gives_up_on_is_named(made, tmp_path):
+    backtracking = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    found = load(
+        foreign(tmp_path, made, {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [backtracking, PLAIN]}})
+    )
+    with pytest.raises(UserError, match="of 40 characters that begins with 'xxx") as caught:
+        found.encode_batch(["the sea", "x" * 40])
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_a_token_that_is_added_but_not_special_is_control(made, tmp_path):

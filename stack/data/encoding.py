@@ -1,6 +1,7 @@
 """Texts and conversations to ids in several processes, in order and in constant memory.
 
-It stands alone so that a worker, which imports this module, loads neither ``datasets`` nor ``torch``.
+It stands alone so that a worker, which imports this module and not the command's, loads neither ``datasets`` nor
+``torch``, ``hydra`` nor ``wandb``.
 """
 
 from __future__ import annotations
@@ -8,13 +9,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -62,7 +66,7 @@ def encoder(tokenizer: Tokenizer, workers: int, window: int = 0, cut: bool = Fal
         )
         return
     settings = (str(tokenizer.folder), window, cut)
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, settings)
+    pool = ProcessPoolExecutor(workers, _Light(), _start, settings)
     try:
         yield lambda pairs: _encode_ahead(pool, workers, pairs)
     except BrokenProcessPool as error:
@@ -72,6 +76,23 @@ def encoder(tokenizer: Tokenizer, workers: int, window: int = 0, cut: bool = Fal
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+class _LightProcess(SpawnProcess):
+    """A new process that does not import the parent's main module: that of a command imports all there is."""
+
+    def start(self) -> None:
+        """Start it while the main module looks like an interpreter's without a program."""
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            super().start()
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _Light(SpawnContext):
+    Process = _LightProcess
 
 
 def _encode_ahead(

@@ -31,6 +31,7 @@ from stack.data import corpus, formats
 from stack.data.corpus import Known
 from stack.data.encoding import Content, Encode, Encoded, encoder, id_dtype
 from stack.data.files import Changed
+from stack.data.holding_out import Rule, rule_of
 from stack.data.placement import plan_windows
 from stack.tokenizer import Tokenizer
 
@@ -207,8 +208,9 @@ def pack(
     """Pack the sources of ``data`` into ``root/packed/NAME-<8 hex>``; reuse a finished folder, finish a begun one.
 
     The hex digits are of all that decides the content, so equal inputs meet in one folder. A second process that
-    packs the same one waits for the first. Conversations are made to fit into ``window`` ids. UserError where a split
-    has nothing to learn from, and where a file is not any more what those digits say: nothing is kept then.
+    packs the same one waits for the first. Conversations are made to fit into ``window`` ids. UserError where there is
+    nothing to learn from, and where a file is not any more what those digits say: nothing is kept then. Nothing may be
+    held out.
     """
     assert (window is not None) == isinstance(data, config.Conversations), (
         "conversations, and they alone, have a window"
@@ -269,19 +271,22 @@ def _fill(
     # By name: the digest of the inputs knows no order of sources.
     sources = {name: source for name, source in sorted(data.resolved_sources().items()) if source.weight > 0}
     cut = isinstance(data, config.Conversations) and data.too_long == "cut"
+    rule = rule_of(data)
+    if rule.says:
+        show(rule.says)
     try:
         with encoder(tokenizer, data.workers, window, cut) as encode:
             for name, source in sources.items():
                 if progress["next_row"].get(name) != "end":
                     if known[name].said:
                         show(f"{name}: {known[name].said}")
-                    _pack_source(partial, progress, name, source, known[name], data, tokenizer, encode, show, unread)
+                    _pack_source(partial, progress, name, source, known[name], rule, tokenizer, encode, show, unread)
     except Changed:
         shutil.rmtree(partial)  # it would be gone on with, should the file become again what it was
         raise
     totals = {split: _total(progress["shards"], split=split) for split in SPLITS}
     try:
-        _refuse_short_split(totals, progress["skipped"], data, unread)
+        _refuse_no_text(totals, progress["skipped"], data, unread)
     except UserError:
         shutil.rmtree(partial)  # nothing that mends it would meet in this folder again
         raise
@@ -338,13 +343,14 @@ def _pack_source(
     name: str,
     source: config.Source,
     known: Known,
-    data: config.Data,
+    rule: Rule,
     tokenizer: Tokenizer,
     encode: Encode,
     show: Callable[[str], None],
     unread: list[str],
 ) -> None:
     """Pack one source from its next row on, block by block; ``unread`` learns of one that has bad rows alone."""
+    data = rule.data
     talk = {"cut": 0, "too_long": 0, "passed_over": {}} if isinstance(data, config.Conversations) else {}
     skipped = progress["skipped"].setdefault(name, {"empty": 0, "repeats": 0, "omissions": 0, "bad_rows": {}} | talk)
     meter = _Meter(name, source, progress["read_bytes"].get(name, 0), show)
@@ -355,7 +361,7 @@ def _pack_source(
         if talk and start == 0 and (data.files or data.hub.path):  # one's own; `sft.show` shows any
             show(_example(document, name, tokenizer))
 
-    items = _items(name, source, known, data, start, first, begin)
+    items = _items(name, source, known, rule, start, first, begin)
     block = _Block(partial, progress["shards"], name, tokenizer)
     for item, encoded in encode(items):
         for reason, count in item.refused.items():
@@ -374,7 +380,7 @@ def _pack_source(
         skipped["omissions"] += item.copies == 0 and item.num_bytes > 0
         block.add(item, encoded, copies)
         meter.add(item.num_bytes, len(encoded.ids) * copies)
-        if block.text_bytes >= limit or block.train_bytes >= limit:
+        if item.ends_row and (block.text_bytes >= limit or block.train_bytes >= limit):
             progress["next_row"][name], progress["read_bytes"][name] = item.row + 1, meter.read
             known.check()  # a block that is kept holds what the files' digests name
             block.close(progress)
@@ -425,6 +431,7 @@ class _Item:
     num_bytes: int = 0  # of UTF-8
     split: str = "train"
     copies: int = 0  # times it is packed; 0: not at all
+    ends_row: bool = True  # nothing more comes of the row: reading may begin behind it
     passed_over: Mapping[str, int] = field(default_factory=dict)  # of a conversation's record: how often, by name
 
 
@@ -432,7 +439,7 @@ def _items(
     name: str,
     source: config.Source,
     known: Known,
-    data: config.Data,
+    rule: Rule,
     start: int,
     first: dict[str, str],
     begin: Callable[[corpus.Document], None],
@@ -442,6 +449,7 @@ def _items(
     ``first`` learns where bad rows are, as :func:`stack.data.corpus.documents` has it; ``begin`` gets the first
     document.
     """
+    data = rule.data
     bad: Counter[str] = Counter()
 
     def refused() -> dict[str, int]:
@@ -454,17 +462,18 @@ def _items(
     for number, document in enumerate(found):
         if number == 0:
             begin(document)
-        held_out = corpus.held_out(document.key, data.share_of(source), data.seed)
-        if held_out:
-            copies = int(corpus.held_out(document.key, data.measured_share_of(source), data.seed))
-        else:
-            copies = corpus.packs(document.digest, source.weight, data.seed)
-        copies = copies if document.num_bytes else 0
-        split = "validation" if held_out else "train"
-        yield (
-            _Item(refused(), document.row, document.digest, document.num_bytes, split, copies, document.passed_over),
-            document.content if copies else None,
-        )
+        parts = list(rule.parts(name, source, document))
+        for place, (part, held_out) in enumerate(parts, start=1):
+            if held_out:
+                copies = int(rule.measured(source, part))
+            else:
+                copies = corpus.packs(part.digest, source.weight, data.seed)
+            copies = copies if part.num_bytes else 0
+            split = "validation" if held_out else "train"
+            ends = place == len(parts)
+            passed_over = document.passed_over if ends else {}
+            item = _Item(refused(), part.row, part.digest, part.num_bytes, split, copies, ends, passed_over)
+            yield item, part.content if copies else None
     yield _Item(refused()), None
 
 
@@ -602,25 +611,25 @@ def _total(shards: list[dict[str, Any]], **only: str) -> dict[str, Any]:
     return {"shards": len(chosen), **sums, "texts": f"{sum(int(shard['texts'], 16) for shard in chosen) % 2**256:064x}"}
 
 
-def _refuse_short_split(totals: dict[str, Any], skipped: dict[str, Any], data: config.Data, unread: list[str]) -> None:
-    """UserError where a split has no target."""
-    if unread and not all(totals[split]["documents"] for split in SPLITS):
+def _refuse_no_text(totals: dict[str, Any], skipped: dict[str, Any], data: config.Data, unread: list[str]) -> None:
+    """UserError where there is nothing to learn from."""
+    if totals["train"]["documents"]:
+        return
+    if unread:
         raise UserError("\n".join(unread))
     group = "chat" if isinstance(data, config.Conversations) else "data"
     too_long = any(counts.get("too_long") for counts in skipped.values())
     wider = "; a larger train.window takes in what is too long" if too_long else ""
-    for split, change in (("train", "lower"), ("validation", "raise")):
-        if totals[split]["documents"] == 0:
-            sources = "; ".join(
-                f"{name} ({', '.join(source.files) if source.hub is None else source.hub.path}), "
-                f"not packed: {json.dumps(skipped.get(name, 'weight 0'))}"
-                for name, source in data.resolved_sources().items()
-            )
-            raise UserError(
-                f"the {split} split has 0 documents, at least 1 is needed (train has {totals['train']['documents']}, "
-                f"validation {totals['validation']['documents']}); sources: {sources}; "
-                f"{change} {group}.validation={data.validation} or give more text{wider}"
-            )
+    sources = "; ".join(
+        f"{name} ({', '.join(source.files) if source.hub is None else source.hub.path}), "
+        f"not packed: {json.dumps(skipped.get(name, 'weight 0'))}"
+        for name, source in data.resolved_sources().items()
+    )
+    raise UserError(
+        f"the train split has 0 documents, at least 1 is needed (train has {totals['train']['documents']}, "
+        f"validation {totals['validation']['documents']}); sources: {sources}; "
+        f"lower {group}.validation={data.validation} or give more text{wider}"
+    )
 
 
 class _Meter:

@@ -312,14 +312,19 @@ def test_two_at_once(packed, made, tmp_path):
 
 
 def test_short_split(made, tmp_path):
-    """CASES, short split: no document, only empty ones; one short document each is enough."""
-    cases = {"none": [], "empty": ["", ""], "one": ["only this"]}
+    """CASES, short split: no document, only empty ones; one short document is enough, and then nothing is held out."""
+    cases = {"none": [], "empty": ["", ""]}
     for name, texts in cases.items():
         path = write(tmp_path / f"{name}.jsonl", texts)
         with pytest.raises(UserError) as error:
             packing.pack(data_of({name: config.Source(files=(str(path),))}), made[1], tmp_path, lambda line: None)
         assert "0 documents, at least 1 is needed" in str(error.value)
         assert str(path) in str(error.value) and "data.validation=0.2" in str(error.value)
+    path = write(tmp_path / "one.jsonl", ["only this"])
+    shown: list[str] = []
+    result = packing.pack(data_of({"one": config.Source(files=(str(path),))}), made[1], tmp_path, shown.append)
+    assert [result.split(name).num_documents for name in packing.SPLITS] == [1, 0]
+    assert shown[0] == "no validation: 1 document, 9 bytes in all, is too little to hold some of it out"
     path = write(tmp_path / "two.jsonl", [f"text {n}" for n in range(8)])
     data = data_of({"two": config.Source(files=(str(path),))}, validation=0.3)
     result = packing.pack(data, made[1], tmp_path, lambda line: None)
