@@ -42,7 +42,7 @@ def run(config: FineTune) -> int:
             display.show(f"finished already: step {start.step} of {start.steps}; checkpoint: {start.checkpoint}")
             return 0
         mode = "disabled" if config.sft.show else here.on_main(lambda: choose_mode(config.track, folder, display.show))
-        base = load_base(config.base, config.runs_dir)
+        base = load_base(config.base, config.runs_dir, display.show)
         words, growth, packed = stages(config, base, here, display)
         if config.sft.show:
             here.on_main(lambda: show(packed, words, config.sft.show))
