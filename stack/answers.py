@@ -117,7 +117,7 @@ def answer(model: Decoder, words: Tokenizer, asked: list[Question], tokens: int)
         prompts = [asked[i].prompt for i in some]
         made = generate(model, prompts, tokens=tokens, stops=words.stops, banned=words.unsampled)
         for i, ids in zip(some, made, strict=True):
-            stopped = bool(ids) and ids[-1] == words.stops[0]
+            stopped = bool(ids) and ids[-1] == words.end_of_turn
             ended = bool(ids) and ids[-1] in words.stops
             found[i] = Answer(asked[i], words.decode(ids[:-1] if ended else ids), stopped)
     return [found[i] for i in range(len(asked))]

@@ -21,7 +21,7 @@ from stack import checkpoint, config, tokenizer
 from stack.checkpoint import CONFIG, HEAD, MANIFEST, TABLE, WEIGHTS
 from stack.config import UserError
 from stack.model.transformer import Decoder, Trunk
-from stack.tokenizer import Tokenizer, read_json
+from stack.tokenizer import FILES, Tokenizer, read_json
 
 INDEX = f"{WEIGHTS}.index.json"
 NATIVE = "stack_native"
@@ -65,7 +65,8 @@ def load_base(where: str, runs_dir: str, show: Callable[[str], Any] = print) -> 
     Args:
         where: a folder, or the name of a run.
         runs_dir: where runs stand.
-        show: hears of damaged checkpoints that are passed over, and of characters that the vocabulary lacks.
+        show: hears of damaged checkpoints that are passed over, of ends that are none, and of characters that the
+            vocabulary lacks.
 
     Raises:
         UserError: there is none, it is damaged, it contradicts itself, or it is no model that this program computes.
@@ -73,6 +74,8 @@ def load_base(where: str, runs_dir: str, show: Callable[[str], Any] = print) -> 
     folder = _find(where, Path(runs_dir), show)
     base = _ours(folder) if (folder / MANIFEST).is_file() else _foreign(folder)
     _check_tokens(folder, base.tokenizer, base.num_rows)
+    for remark in base.tokenizer.remarks:
+        show(remark)
     if base.tokenizer.unknown is not None:
         what = base.tokenizer.unknown.pattern
         show(f"{folder}: the vocabulary has no token for the characters {what!r}; they are read as U+FFFD")
@@ -103,6 +106,11 @@ def load_tables(where: str, runs_dir: str, show: Callable[[str], Any] = print) -
             "the files do not belong together: restore them"
         )
     return Tables(folder, words, weights[TABLE], head, manifest)
+
+
+def has_template(folder: Path) -> bool:
+    """Whether a model's folder has a chat template, in either of the places where ``transformers`` saves it."""
+    return (folder / "chat_template.jinja").is_file() or bool(read_json(folder / FILES[1]).get("chat_template"))
 
 
 def build(base: Base) -> Decoder:

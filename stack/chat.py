@@ -14,7 +14,7 @@ import termios
 import tty
 from pathlib import Path
 
-from stack.base import build, load_base
+from stack.base import build, has_template, load_base
 from stack.config import Chat, UserError, entry
 from stack.machine import choose_device
 from stack.talk import Talk
@@ -45,7 +45,8 @@ def run(config: Chat) -> int:
     talk = Talk(build(base).to(choose_device(config.device)), base.tokenizer, config, note)
     talk.set_system(system)
     if talk.completes:
-        note(f"{base.folder} has no chat tokens: the text is continued, not answered")
+        unused = "; its own chat template is not used" if has_template(base.folder) else ""
+        note(f"{base.folder} has no chat tokens: the text is continued, not answered{unused}")
     sys.stdout.reconfigure(encoding="utf-8")
     return _interactive(talk) if text is None else _one_shot(talk, text)
 

@@ -19,7 +19,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,13 @@ RESERVED = "<|reserved_{}|>"
 START_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
 MULTIPLE = 64  # of the table's rows, for the matrix units
 FILES = ("tokenizer.json", "tokenizer_config.json")
+# Where a folder names what ends a text, by text or id, one or a list of them. Each program reads another of these.
+ENDS = {
+    "tokenizer_config.json": "eos_token",
+    "special_tokens_map.json": "eos_token",
+    "config.json": "eos_token_id",
+    "generation_config.json": "eos_token_id",
+}
 # Qwen2's pattern: contractions, words with the one character before them, single digits, punctuation, white space.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -73,6 +80,8 @@ class Tokenizer:
         repr=False, compare=False
     )  # as they were read: the folder may go while a run lasts
     unknown: re.Pattern[str] | None = None  # characters with a byte that has no token; never in one of ours
+    ends: tuple[int, ...] = ()  # control tokens that the folder's files name as ends
+    remarks: tuple[str, ...] = field(default=(), compare=False)  # what those files name as an end and cannot be one
 
     @property
     def unsampled(self) -> tuple[int, ...]:
@@ -87,8 +96,14 @@ class Tokenizer:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Ids that end an answer."""
-        return (self.end_of_text,) if self.end_of_turn is None else (self.end_of_turn, self.end_of_text)
+        """Ids that end an answer: our own first, then those that the folder's files name."""
+        own = (self.end_of_text,) if self.end_of_turn is None else (self.end_of_turn, self.end_of_text)
+        return tuple(dict.fromkeys((*own, *self.ends)))
+
+    def ending(self, ends: Iterable[int]) -> Tokenizer:
+        """The same with other ``ends``. None counts as reserved: it is sampled, and growth does not rename it."""
+        ends = tuple(ends)
+        return replace(self, ends=ends, reserved=tuple(i for i in self.reserved if i not in ends))
 
     def encode(self, text: str) -> list[int]:
         """The ids of plain text; what spells a control token is characters like any other. No bos is added.
@@ -153,11 +168,15 @@ class Tokenizer:
         return bytes(_BYTE_OF[character] for character in token)
 
     def save_into(self, folder: Path, max_length: int | None = None) -> None:
-        """Write the files that Hugging Face reads into a model's folder; ``max_length`` is the model's context."""
+        """Write the files that Hugging Face reads into a model's folder; ``max_length`` is the model's context.
+
+        A model that continues texts needs their padding in front: batched generation goes on from the last position.
+        """
         for name, content in self._files.items():
             (folder / name).write_bytes(content)
         if max_length is not None:
-            settings = read_json(folder / "tokenizer_config.json") | {"model_max_length": max_length}
+            of_model = {"model_max_length": max_length, "padding_side": "left"}
+            settings = read_json(folder / "tokenizer_config.json") | of_model
             write_json(folder / "tokenizer_config.json", settings)
 
 
@@ -205,7 +224,8 @@ def load(folder: Path | str) -> Tokenizer:
     files = {name: (folder / name).read_bytes() for name in FILES}
     found = Tokenizer(folder, len(tokens), end, pad, reserved, named, digest, inner, files, unknown)
     _check_text(found)
-    return found
+    ends, remarks = _ends(found)
+    return replace(found.ending(ends), remarks=tuple(remarks))
 
 
 def _inner(folder: Path, content: dict[str, Any]) -> tokenizers.Tokenizer:
@@ -264,6 +284,28 @@ def _roles(
             f"eos_token={named['eos']!r} of tokenizer_config.json are none either; name one that stands before a text"
         )
     return {"end_of_text": vocabulary[end], "pad": vocabulary[named["pad"] or end]}
+
+
+def _ends(found: Tokenizer) -> tuple[list[int], list[str]]:
+    """The ids that the files of a folder name as ends, and a line for each name that is passed over.
+
+    A plain token is no end: a Llama configuration that was made without a thought of it names the id 2, whatever
+    that is, and answers would stop within a text.
+    """
+    ends, remarks = [], []
+    for path, key in ((found.folder / name, key) for name, key in ENDS.items() if (found.folder / name).is_file()):
+        settings = read_json(path)
+        value = settings.get(key)
+        for one in value if isinstance(value, list) else [value]:
+            named = one.get("content") if isinstance(one, dict) else one
+            index = found.control.get(named) if isinstance(named, str) else named
+            if type(index) is int and index in found.control.values():
+                ends.append(index)
+            elif named is not None:
+                remarks.append(f"{path}: {key}={named!r} is no control token of tokenizer.json and ends no answer")
+        if settings.get("stop_strings"):
+            remarks.append(f"{path}: stop_strings={settings['stop_strings']!r} end no answer; only a token does")
+    return ends, remarks
 
 
 def _check_text(found: Tokenizer) -> None:

@@ -96,6 +96,7 @@ def grow_tokenizer(
 ) -> tuple[Tokenizer, Growth]:
     """The tokenizer with ``tokens`` and a chat template, and what its growth means for the table.
 
+    What ended an answer of the base still does.
     It stands in ``root/tokenizers/chat-<8 hex>``, whole or not at all, and is reused where base, rows, tokens and
     template are the same. As many tokens as rows: a multiple of 64, and never fewer than ``num_rows``.
 
@@ -119,11 +120,13 @@ def grow_tokenizer(
         "tokens": list(tokens),
         "template": template,
     }
+    kept = [index for text, index in words.control.items() if RESERVED_TEXT.fullmatch(text) and index in words.stops]
+    inputs |= {"kept": kept} if kept else {}  # ends with the text of a reserved token, which the plan passes over
     hexes = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:8]
     folder = root / "tokenizers" / f"chat-{hexes}"
     if not (folder / "manifest.json").is_file():
         appear(folder, lambda beside: _make(beside, words, growth, inputs))
-    grown = tokenizer.load(folder)
+    grown = tokenizer.load(folder).ending(words.stops)
     assert grown.vocab_size == growth.new_rows and grown.vocab_size % MULTIPLE == 0 and growth.new_rows >= num_rows
     return grown, replace(growth, new_vocabulary=grown.digest)
 

@@ -123,14 +123,14 @@ def in_child(work: Callable[[], object]) -> tuple[int, str]:
 
 def at_sync(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[Path], object]) -> None:
     """Let ``act`` meet the file ``name`` at the moment when a save brings it down to the disk."""
-    sync = checkpoint._sync
+    sync = checkpoint.disk.sync_path
 
     def both(path: Path) -> None:
         sync(path)
         if path.as_posix().endswith(f".partial/{name}"):
             act(path)
 
-    monkeypatch.setattr(checkpoint, "_sync", both)
+    monkeypatch.setattr(checkpoint.disk, "sync_path", both)
 
 
 def error_of(work: Callable[[], object]) -> str:

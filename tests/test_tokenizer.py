@@ -233,7 +233,7 @@ def test_hugging_face_knows_the_roles(made, theirs):
     assert not theirs.clean_up_tokenization_spaces
     batch = theirs(["the sea", "the"], padding=True)
     width = len(batch["input_ids"][0])
-    assert batch["attention_mask"][1] == [1] * 2 + [0] * (width - 2)
+    assert batch["attention_mask"][1] == [0] * (width - 2) + [1] * 2  # where a model's answer goes on
 
 
 def test_hugging_face_saves_what_we_load(made, theirs, tmp_path):
