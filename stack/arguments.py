@@ -220,7 +220,12 @@ def _is_setting(word: str, door: Door) -> bool:
 
 
 def _known(key: str, door: Door) -> bool:
-    return bool(key) and (hint_of(door.schema, key) is not None or (Path(CONF) / key).is_dir())
+    return bool(key) and (hint_of(door.schema, key) is not None or _is_group(key))
+
+
+def _is_group(key: str) -> bool:
+    """Whether there is a group of settings of this name; a path, which may lead to a folder, is none."""
+    return re.fullmatch(r"\w+", key) is not None and (Path(CONF) / key).is_dir()
 
 
 def _positional(words: list[str], settings: list[str], door: Door) -> dict[str, str]:
@@ -452,7 +457,7 @@ def _left_to_hydra(word: str, hint: Any, several: bool) -> str:
     """
     head, equal, value = word.partition("=")
     ours = bool(equal) and re.fullmatch(r"\w+(\.[\w-]+)*", head) and not head.startswith("hydra.")
-    argument = f"++{word}" if ours and not (Path(CONF) / head).is_dir() else word
+    argument = f"++{word}" if ours and not _is_group(head) else word
     override = parsed(argument)
     texts = _takes_texts(hint)
     if override is not None and not (override.is_sweep_override() and not several):

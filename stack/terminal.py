@@ -70,7 +70,9 @@ def _forgiving(stream: TextIO | None, descriptor: int) -> TextIO:
         if stream.fileno() != descriptor:
             return stream  # a file in its place: its failures are somebody's
         stream.flush()
-    except (OSError, ValueError):  # no file at all, or gone already
+    except io.UnsupportedOperation:  # no file at all
+        return stream
+    except (OSError, ValueError):  # gone already
         if not isinstance(stream, io.TextIOWrapper):
             return stream
     return io.TextIOWrapper(

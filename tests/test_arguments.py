@@ -333,6 +333,15 @@ def test_one_argument_stands_for_the_obvious_setting(door: str, here: Path) -> N
         assert got(path, door=DOORS[door], key=DOORS[door].positional) == path.replace("~", str(here / "home"))
 
 
+@pytest.mark.parametrize("where", ["{there}", "../{name}", "./../{name}/.", "~", ".."])
+def test_a_folder_that_is_there_is_no_group_of_settings(tmp_path: Path, where: str, monkeypatch) -> None:
+    (tmp_path / "beside").mkdir()
+    monkeypatch.chdir(tmp_path / "beside")
+    given = where.format(there=tmp_path, name=tmp_path.name if "./.." not in where else "beside")
+    found = arguments.read([given], Door("chat", Chat, "checkpoint")).hydra
+    assert found == [f"++checkpoint={arguments.quoted(given)}"]
+
+
 def test_several_runs_stand_side_by_side(here: Path) -> None:
     assert got("laptop", "runs/a b", "c,d", "[e]", door=DOORS["report"]) == ("laptop", "runs/a b", "c,d", "[e]")
 
