@@ -17,6 +17,7 @@ from stack.answers import Question
 from stack.base import Base, build, load_base, model_of
 from stack.compare import compare
 from stack.config import FineTune, Model, UserError, entry
+from stack.data import packing
 from stack.data.batches import Batches, Mixed, in_order
 from stack.data.packing import Packed, open_packed, pack
 from stack.diagnostics.memory import check_memory
@@ -30,7 +31,7 @@ from stack.trainer import Split, State, Trainer
 from stack.vocabulary import Growth
 from stack.wandb_run import choose_mode
 
-MEASURED = 64  # held-out conversations on which growth is measured
+MEASURED = 64  # conversations on which growth is measured, held-out ones where there are any
 
 
 @dataclass(frozen=True)
@@ -160,11 +161,13 @@ def graft(config: FineTune, base: Base, growth: Growth, made: Made, display: Dis
         Optimizers(new, config.optim).load_moments(moments)
     except UserError as error:
         raise UserError(f"{error}; or start without: sft.optimizer=fresh") from error
-    measured = vocabulary.measure(growth, build(base), new, _plain_texts(made.packed, base, words))
+    measured_on = "validation" if made.packed.split("validation").num_documents else "train"
+    measured = vocabulary.measure(growth, build(base), new, _plain_texts(made.packed.split(measured_on), base, words))
+    what = "held-out text" if measured_on == "validation" else "training text: none is held out"
     display.show(growth.summary())
     display.show(
         f"  KL(base, grown) {measured['kl']:.6f} nats, at most log(1 + M/V) = {measured['bound']:.6f}; mass on the "
-        f"initialized rows {measured['mass']:.6f}; {measured['positions']:,} positions of held-out text"
+        f"initialized rows {measured['mass']:.6f}; {measured['positions']:,} positions of {what}"
     )
     checkpoint.save(
         run_folder.folder_of(config) / "checkpoints",
@@ -179,12 +182,12 @@ def graft(config: FineTune, base: Base, growth: Growth, made: Made, display: Dis
     )
 
 
-def _plain_texts(packed: Packed, base: Base, words: Tokenizer) -> list[list[int]]:
-    """Held-out conversations as the base can read them: without their control tokens."""
-    held_out, control = packed.split("validation"), list(words.control.values())
+def _plain_texts(split: packing.Split, base: Base, words: Tokenizer) -> list[list[int]]:
+    """Conversations as the base can read them: without their control tokens."""
+    control = list(words.control.values())
     texts = []
-    for start, length in zip(held_out.starts[:MEASURED], held_out.lengths[:MEASURED], strict=True):
-        ids = held_out.ids(int(start), int(length))
+    for start, length in zip(split.starts[:MEASURED], split.lengths[:MEASURED], strict=True):
+        ids = split.ids(int(start), int(length))
         texts.append([words.end_of_text, *ids[~np.isin(ids, control)].tolist()][: base.model.context])
     return texts
 
