@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stack import answers, config
@@ -91,6 +91,7 @@ def test_few_conversations_or_none_are_held_out(tmp_path: Path, count: int, shar
     assert "Traceback" not in job.output()
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.text(max_size=400), min_size=1, max_size=8), st.floats(0.01, 0.9))
 def test_every_text_is_on_one_side_and_nothing_is_lost(tmp_path_factory, documents: list[str], share: float) -> None:
     root = tmp_path_factory.mktemp("drawn")
