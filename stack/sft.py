@@ -15,6 +15,7 @@ from rich.console import Console
 from stack import answers, checkpoint, conversation, machine, run_folder, vocabulary
 from stack.base import Base, build, load_base
 from stack.config import FineTune, UserError, entry
+from stack.data import packing
 from stack.data.batches import Batches, Mixed, in_order
 from stack.data.packing import Packed, open_packed, pack
 from stack.diagnostics.memory import check_memory
@@ -28,7 +29,7 @@ from stack.trainer import Split, State, Trainer
 from stack.vocabulary import Growth
 from stack.wandb_run import choose_mode
 
-MEASURED = 64  # held-out conversations on which growth is measured
+MEASURED = 64  # conversations on which growth is measured, held-out ones where there are any
 
 
 def run(config: FineTune) -> int:
@@ -106,11 +107,13 @@ def graft(config: FineTune, base: Base, words: Tokenizer, growth: Growth, packed
         Optimizers(new, config.optim).load_moments(moments)
     except UserError as error:
         raise UserError(f"{error}; or start without: sft.optimizer=fresh") from error
-    measured = vocabulary.measure(growth, build(base), new, _plain_texts(packed, base, words))
+    measured_on = "validation" if packed.split("validation").num_documents else "train"
+    measured = vocabulary.measure(growth, build(base), new, _plain_texts(packed.split(measured_on), base, words))
+    what = "held-out text" if measured_on == "validation" else "training text: none is held out"
     display.show(growth.summary())
     display.show(
         f"  KL(base, grown) {measured['kl']:.6f} nats, at most log(1 + M/V) = {measured['bound']:.6f}; mass on the "
-        f"initialized rows {measured['mass']:.6f}; {measured['positions']:,} positions of held-out text"
+        f"initialized rows {measured['mass']:.6f}; {measured['positions']:,} positions of {what}"
     )
     checkpoint.save(
         run_folder.folder_of(config) / "checkpoints",
@@ -125,12 +128,12 @@ def graft(config: FineTune, base: Base, words: Tokenizer, growth: Growth, packed
     )
 
 
-def _plain_texts(packed: Packed, base: Base, words: Tokenizer) -> list[list[int]]:
-    """Held-out conversations as the base can read them: without their control tokens."""
-    held_out, control = packed.split("validation"), list(words.control.values())
+def _plain_texts(split: packing.Split, base: Base, words: Tokenizer) -> list[list[int]]:
+    """Conversations as the base can read them: without their control tokens."""
+    control = list(words.control.values())
     texts = []
-    for start, length in zip(held_out.starts[:MEASURED], held_out.lengths[:MEASURED], strict=True):
-        ids = held_out.ids(int(start), int(length))
+    for start, length in zip(split.starts[:MEASURED], split.lengths[:MEASURED], strict=True):
+        ids = split.ids(int(start), int(length))
         texts.append([words.end_of_text, *ids[~np.isin(ids, control)].tolist()][: base.model.context])
     return texts
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import math
 import os
 import re
 import shutil
@@ -437,7 +438,7 @@ def _sample(
         measured[name] = []
         unmeasured, unread = MEASURED_MB * 1e6, READ * limit
         for document in documents(name, source, on_bad_row=data.on_bad_row, bad=bad):
-            for part, held_out in rule.parts(name, source, document):
+            for part, held_out in rule.parts(source, document):
                 if held_out:
                     if unmeasured > 0:
                         measured[name].append(part.text)
@@ -458,7 +459,10 @@ def _sample(
             f"no text to train a tokenizer on: sources {list(measured)}, rows without text {dict(bad)}, "
             f"held out {sum(map(len, measured.values()))}; give other data.files or a smaller data.validation"
         )
-    return [text for _, text, _ in sorted(kept)], measured
+    sample = [text for _, text, _ in sorted(kept)]
+    if size > limit:  # one text, longer than the sample: as much of it, from beginning to end
+        sample = ["".join(portions(text)[:: math.ceil(size / limit)]) for text in sample]
+    return sample, measured
 
 
 def fit(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:

@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from stack.tokenizer import Tokenizer, write_json
 from stack.tracking import Display, Metrics, Tracker, duration
 from stack.wandb_run import WandbRun
 
+LATEST = 20  # steps whose mean training loss stands for the run where nothing is held out; the page's number
 BAD_STREAK = 3  # steps in a row that are not finite, before an alert
 
 
@@ -69,7 +71,7 @@ class Split:
     """What is learnt and what it is measured on."""
 
     train: Batches
-    validation: Windows
+    validation: Windows  # none where nothing is held out
     validation_bytes: dict[str, int] | None  # of its text by source, for bits per byte
     questions: tuple[Question, ...] = ()  # held-out conversations to answer at every validation
     answer_tokens: int = 0  # the most tokens of such an answer
@@ -115,6 +117,7 @@ class Trainer:
         self.resolved: dict[str, Any] = {}  # what is fixed from the settings, with every digest; by prepare()
         self.metrics: Tracker | None = None  # rank 0's
         self.signal = 0
+        self.losses: deque[float] = deque(maxlen=LATEST)  # of the latest steps that were taken
         rows, windows = len(model.table.weight), config.train.largest_forward(ranks.world)
         self.plan = memory.plan_memory(model.config, config, rows, self.device, windows)
         self.measured: dict[str, int] = {}  # parts of the plan, by the dry step
@@ -362,6 +365,7 @@ class Trainer:
         state, limit = self.state, self.config.train.max_bad_steps
         state.step += 1
         state.tokens += result.tokens if result.taken else 0
+        self.losses += [result.loss] if result.taken else []
         state.skipped_steps += not result.taken
         # A step with nothing to learn is no sign of trouble.
         state.bad_in_a_row = 0 if result.taken else state.bad_in_a_row + (result.tokens > 0)
@@ -395,12 +399,17 @@ class Trainer:
             self.ranks.on_main(lambda: self._save(row.get("eval/bits_per_byte", row.get("eval/loss"))))
 
     def _validate(self) -> dict[str, float]:
-        found = self.validation()
-        values = found.figures()
-        if math.isfinite(found.loss):  # a model that is not finite answers nothing
+        """The figures of validation and answers; of neither where nothing is held out."""
+        values: dict[str, float] = {}
+        finite = True
+        if self.split.validation.num_windows:
+            values = self.validation().figures()
+            finite = math.isfinite(values["loss"])
+        if finite:  # a model that is not finite answers nothing
             values |= self._answers()
-        self.state.last = values if math.isfinite(found.loss) else {}  # JSON has no NaN
-        self.display.show(f"step {self.state.step}: {_figures(values)}")
+        self.state.last = values if finite else {}  # JSON has no NaN
+        if "loss" in values:
+            self.display.show(f"step {self.state.step}: {_figures(values)}")
         return {f"eval/{key}": value for key, value in values.items()}
 
     def validation(self) -> Validation:
@@ -507,18 +516,32 @@ class Trainer:
             f"{speed:,.0f} tokens/s",
             f"peak {self.memory['peak_gb']:.2f} GB",
             f"{waiting:.0%} waiting",
-            _figures(self.state.last) if self.state.last else "no validation yet",
+            self._validated(),
         ]
+
+    def _validated(self) -> str:
+        """The latest validation in a few words."""
+        if "loss" in self.state.last:
+            return _figures(self.state.last)
+        return "no validation yet" if self.split.validation.num_windows else "no validation"
+
+    def _quality(self) -> tuple[str, float | None]:
+        """The figure that says how good the model is, by name; None where it is not finite."""
+        last = self.state.last
+        if not self.split.validation.num_windows and self.losses:
+            return "train loss", sum(self.losses) / len(self.losses)
+        best = "bits_per_byte" if "bits_per_byte" in last else "loss"
+        return best.replace("_", " "), last.get(best)
 
     def _summary(self, seconds: float, tokens: int) -> None:
         """The five figures that matter, each on a line that fits 40 columns, and where the result lies.
 
         ``tokens`` were learnt in the ``seconds`` of this start.
         """
-        last, state = self.state.last, self.state
-        best = "bits_per_byte" if "bits_per_byte" in last else "loss"
+        state = self.state
+        name, value = self._quality()
         figures = {
-            best.replace("_", " ") if last else "loss": f"{last[best]:.4f}" if last else "not finite",
+            name: "not finite" if value is None else f"{value:.4f}",
             "tokens": f"{state.tokens:,}",
             "tokens/s": f"{tokens / seconds:,.0f}",
             "peak memory": f"{machine.memory_figures(self.device)['peak_gb']:.2f} GB",

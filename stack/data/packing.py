@@ -387,7 +387,7 @@ def _items(name: str, source: config.Source, rule: Rule, start: int) -> Iterator
         return taken
 
     for document in corpus.documents(name, source, on_bad_row=data.on_bad_row, start=start, bad=bad):
-        parts = list(rule.parts(name, source, document))
+        parts = list(rule.parts(source, document))
         for number, (part, held_out) in enumerate(parts, start=1):
             if held_out:
                 copies = int(rule.measured(source, part))
