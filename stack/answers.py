@@ -86,7 +86,7 @@ def questions(chat: Conversations, words: Tokenizer, each: int, context: int) ->
         for document in documents(name, source, on_bad_row=chat.on_bad_row, bad=Counter()):
             if taken >= each:
                 break
-            ((_, held_out),) = rule.parts(name, source, document)  # a conversation is never cut
+            ((_, held_out),) = rule.parts(source, document)  # a conversation is never cut
             if held_out:
                 found += _turns(name, taken, document.content, words, context)
                 taken += 1

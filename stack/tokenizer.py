@@ -511,7 +511,7 @@ def _sample(
             show(f"{name}: {known[name].said}")
         unmeasured, unread = MEASURED_MB * 1e6, READ * limit
         for document in documents(name, source, on_bad_row=data.on_bad_row, bad=bad, known=known[name]):
-            for part, held_out in rule.parts(name, source, document):
+            for part, held_out in rule.parts(source, document):
                 if held_out:
                     if unmeasured > 0:
                         measured[name].append(part.text)

@@ -102,7 +102,7 @@ def test_every_text_is_on_one_side_and_nothing_is_lost(tmp_path_factory, documen
     rule = rule_of(data)
     sides: dict[str, set[bool]] = {}
     for document in corpus.documents("files", source, on_bad_row="error", bad={}):
-        parts = list(rule.parts("files", source, document))
+        parts = list(rule.parts(source, document))
         assert "".join(part.text for part, _ in parts) == document.text
         assert len(parts) == 1 or all(part.text for part, _ in parts)
         for part, held_out in parts:

@@ -30,13 +30,11 @@ _BORDERS = [  # ends of paragraphs, lines, sentences and words; the cut is behin
 
 
 @dataclass(frozen=True)
-class LastPart:
-    """The last part of a source, by the keys of its documents: equal documents are on one side, wherever they stand."""
+class LastParts:
+    """The last parts of sources, by the keys of documents: equal ones are on the same side, wherever they stand."""
 
-    whole: frozenset[bytes] = frozenset()  # of documents that are held out whole
-    border: bytes | None = None  # of the document that is cut
-    share: float = 0.0  # of that document, about, behind the cut …
-    slack: float = 0.0  # … and how much more or less of it is as good
+    whole: set[bytes]  # documents that are held out whole
+    cut: dict[bytes, tuple[float, float]]  # one of a source: its share behind the cut, and how far off is as good
 
 
 @dataclass(frozen=True)
@@ -44,19 +42,18 @@ class Rule:
     """Which side every document of some data is on. Made by :func:`rule_of`."""
 
     data: Data
-    last_parts: dict[str, LastPart] | None = None  # by source; None: the hash decides
+    last_parts: LastParts | None = None  # None: the hash decides
     says: str | None = None  # a line for people, where it is not the hash
 
-    def parts(self, name: str, source: Source, document: Document) -> Iterator[tuple[Document, bool]]:
-        """The document of source ``name``, or the two that it becomes, each with whether it is held out."""
+    def parts(self, source: Source, document: Document) -> Iterator[tuple[Document, bool]]:
+        """The document of ``source``, or the two that it becomes, each with whether it is held out."""
         if self.last_parts is None:
             yield document, corpus.held_out(document.key, self.data.share_of(source), self.data.seed)
             return
-        last = self.last_parts.get(name, LastPart())
-        if document.key != last.border:
-            yield document, document.key in last.whole
+        if document.key not in self.last_parts.cut:
+            yield document, document.key in self.last_parts.whole
             return
-        cut = _cut(document.text, last.share, last.slack)
+        cut = _cut(document.text, *self.last_parts.cut[document.key])
         yield _part(document.text[:cut], document.row), False
         yield _part(document.text[cut:], document.row), True
 
@@ -75,15 +72,15 @@ def rule_of(data: Data) -> Rule:
     if not any(data.share_of(source) for source in sources.values()):
         return Rule(data)
     missing = {"train"} | {"validation" for source in sources.values() if data.measured_share_of(source)}
-    sizes: dict[str, Counter[bytes]] = {}
+    sizes: dict[str, Counter[bytes]] = {name: Counter() for name in sources}
+    first_in: dict[bytes, str] = {}  # a document counts where it is first
     by_hash = Rule(data)
     for name, source in sources.items():
-        sizes[name] = Counter()
         for document in corpus.documents(name, source, on_bad_row=data.on_bad_row, bad=Counter()):
             if not document.num_bytes:
                 continue
-            sizes[name][document.key] += document.num_bytes
-            ((_, held_out),) = by_hash.parts(name, source, document)
+            sizes[first_in.setdefault(document.key, name)][document.key] += document.num_bytes
+            ((_, held_out),) = by_hash.parts(source, document)
             if held_out and by_hash.measured(source, document):
                 missing.discard("validation")
             if not held_out and corpus.packs(document.digest, source.weight, data.seed):
@@ -91,27 +88,28 @@ def rule_of(data: Data) -> Rule:
             if not missing:
                 return by_hash
     talk = isinstance(data, Conversations)
-    parts = {name: _last_part(found, data.share_of(sources[name]), talk) for name, found in sizes.items()}
-    return Rule(data, parts, _says(data, sizes, parts))
+    last = LastParts(set(), {})
+    for name, found in sizes.items():
+        _hold_out_last_part(last, found, data.share_of(sources[name]), talk)
+    return Rule(data, last, _says(data, sizes, last))
 
 
-def _last_part(sizes: Counter[bytes], share: float, talk: bool) -> LastPart:
-    """The last part of a source with documents of these sizes, by key in the order of their first appearance."""
+def _hold_out_last_part(last: LastParts, sizes: Counter[bytes], share: float, talk: bool) -> None:
+    """Add the last part of a source with documents of these sizes, by key in the order of their first appearance."""
     wanted = share * sizes.total()
     if not wanted or (wanted < LEAST and not talk):
-        return LastPart()
+        return
     *others, first = reversed(sizes)  # the first document stays, at least a part of it
-    whole: list[bytes] = []
-    got = 0
+    count = got = 0
     for key in others:
-        if got >= wanted or (got + sizes[key] > (1 + SLACK) * wanted and not (talk and not whole)):
+        if got >= wanted or (got + sizes[key] > (1 + SLACK) * wanted and not (talk and count == 0)):
             break
-        whole.append(key)
+        count += 1
         got += sizes[key]
-    if talk or got >= (1 - SLACK) * wanted:
-        return LastPart(frozenset(whole))
-    border = [*others, first][len(whole)]
-    return LastPart(frozenset(whole), border, (wanted - got) / sizes[border], SLACK * wanted / sizes[border])
+    last.whole.update(others[:count])
+    if not talk and got < (1 - SLACK) * wanted:
+        border = [*others, first][count]
+        last.cut[border] = (wanted - got) / sizes[border], SLACK * wanted / sizes[border]
 
 
 def _cut(text: str, share: float, slack: float) -> int:
@@ -136,13 +134,14 @@ def _part(text: str, row: int) -> Document:
     return Document(text, digest, digest, len(data), row)
 
 
-def _says(data: Data, sizes: dict[str, Counter[bytes]], parts: dict[str, LastPart]) -> str:
+def _says(data: Data, sizes: dict[str, Counter[bytes]], found: LastParts) -> str:
     talk = isinstance(data, Conversations)
-    count, size = sum(map(len, sizes.values())), sum(found.total() for found in sizes.values())
-    what = f"{count:,} {'conversation' if talk else 'document'}{'' if count == 1 else 's'}"
-    if not any(part.whole or part.border for part in parts.values()):
-        return f"no validation: {what}, {size:,} bytes in all, is too little to hold some of it out"
+    what, count = "conversation" if talk else "document", sum(map(len, sizes.values()))
+    size = sum(of_source.total() for of_source in sizes.values())
+    if not (found.whole or found.cut):
+        plural = "" if count == 1 else "s"
+        return f"no validation: {count:,} {what}{plural}, {size:,} bytes in all, too little to hold some of it out"
     shares = {data.share_of(source) for source in data.resolved_sources().values() if source.weight > 0}
     about = " to ".join(f"{share:.3g}" for share in sorted({min(shares), max(shares)}))
     last = "the last ones are held out" if talk else "the last part of the text is held out"
-    return f"too few to hold some out by chance ({what}): {last}, a share of about {about}"
+    return f"too few {what}s ({count:,}) to choose some by hash: {last}, a share of about {about}"

@@ -462,7 +462,7 @@ def _items(
     for number, document in enumerate(found):
         if number == 0:
             begin(document)
-        parts = list(rule.parts(name, source, document))
+        parts = list(rule.parts(source, document))
         for place, (part, held_out) in enumerate(parts, start=1):
             if held_out:
                 copies = int(rule.measured(source, part))
