@@ -56,6 +56,16 @@ def whole(run: Path) -> tuple[tuple[str, str], list[dict]]:
     return prove_resume.digests(run), prove_resume.record(run)
 
 
+def test_conversations_are_learnt_without_validation(root: Path) -> None:
+    """Growth is measured on what is learnt, and nothing is asked."""
+    job = tiny.sft(root, "name=blind", "chat.validation=0", "train.steps=6", log="blind.log")
+    assert job.wait() == 0, job.output()
+    assert "positions of training text: none is held out" in job.output() and "held-out answers" not in job.output()
+    rows = tiny.rows(root / "runs/blind")
+    assert 0 < rows[0]["growth/kl"] <= rows[0]["growth/bound"]
+    assert not any(key.startswith("eval/") for row in rows for key in row) and "samples/texts" in rows[-1]
+
+
 def test_the_grown_base_is_step_0_and_keeps_every_old_row_and_moment(root: Path) -> None:
     base = load_base(str(root / "runs/tiny"), "runs")
     loaded = checkpoint.load(root / "runs/alone/checkpoints/step-00000000")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import resource
@@ -10,13 +11,15 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import tiny
 
-from stack import checkpoint
+from stack import checkpoint, tokenizer
 from stack import train as entry
+from stack.data import encoding
 from stack.tracking import Display
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +49,45 @@ def test_a_finished_stage_is_reused_and_a_changed_one_made_anew(root: Path) -> N
     job = tiny.train(root, "name=anew", "data.seed=1", "train.steps=1", log="anew")
     assert job.wait() == 0
     assert len(list((root / "data/packed").glob("own-*"))) == 2
+
+
+def test_a_text_is_trained_on_without_validation(root: Path) -> None:
+    """No figure of it anywhere; the training loss stands for the run, no checkpoint is the best, a page is written."""
+    text = root / "own.txt"
+    text.write_text("the cat sang of the red house and the dog ran to the water " * 30)
+    more = ("name=own", f"data.files=[{text}]", "data.validation=0", "track.report=true", "evaluate.every=2")
+    job = tiny.train(root, *more, "checkpoint.every=3", log="own")
+    assert job.wait() == 0, job.output()
+    rows = tiny.rows(root / "runs/own")
+    assert not any(key.startswith("eval/") for row in rows for key in row) and "samples/texts" in rows[-1]
+    mean = sum(row["train/loss"] for row in rows if "train/loss" in row) / 6
+    assert re.search(rf"train loss +{mean:.4f}\n", job.output()) and "validation 0" not in job.output()
+    assert "page: " in job.output() and "no page" not in job.output()
+    assert checkpoint.read_manifest(root / "runs/own/checkpoints/step-00000006").metric is None
+    again = tiny.train(
+        root, *more, "checkpoint.every=3", f"resume={root}/runs/own/checkpoints/step-00000003", log="back"
+    )
+    assert again.wait() == 0 and tiny.rows(root / "runs/own") == rows, again.output()
+
+
+@pytest.mark.parametrize("module", ["stack.train", "stack.sft"])
+def test_a_process_that_encodes_loads_what_it_needs(root: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Started as ``python -m MODULE`` starts it: multiprocessing would import the command's module in each."""
+    pools = []
+
+    class Pool(ProcessPoolExecutor):
+        def __init__(self, *settings: object) -> None:
+            super().__init__(*settings)
+            pools.append(self)
+
+    monkeypatch.setattr(encoding, "ProcessPoolExecutor", Pool)
+    monkeypatch.setitem(sys.modules, "__main__", importlib.import_module(module))
+    with encoding.encoder(tokenizer.load(root / "runs/tiny/checkpoints/step-00000006"), 2) as encode:
+        assert [len(encoded.ids) > 0 for _, encoded in encode(enumerate(["the cat", "the dog"]))] == [True, True]
+        loaded = pools[0].submit(eval, "list(__import__('sys').modules)").result()
+    assert sys.modules["__main__"].__name__ == module
+    assert "tokenizers" in loaded
+    assert not {"torch", "datasets", "pyarrow", "hydra", "omegaconf", "wandb", module}.intersection(loaded)
 
 
 def test_two_runs_of_one_command_are_equal(root: Path) -> None:

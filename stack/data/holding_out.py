@@ -140,7 +140,7 @@ def _says(data: Data, sizes: dict[str, Counter[bytes]], found: LastParts) -> str
     size = sum(of_source.total() for of_source in sizes.values())
     if not (found.whole or found.cut):
         plural = "" if count == 1 else "s"
-        return f"no validation: {count:,} {what}{plural}, {size:,} bytes in all, too little to hold some of it out"
+        return f"no validation: {count:,} {what}{plural}, {size:,} B in all, too little to hold some of it out"
     shares = {data.share_of(source) for source in data.resolved_sources().values() if source.weight > 0}
     about = " to ".join(f"{share:.3g}" for share in sorted({min(shares), max(shares)}))
     last = "the last ones are held out" if talk else "the last part of the text is held out"

@@ -324,7 +324,7 @@ def test_short_split(made, tmp_path):
     shown: list[str] = []
     result = packing.pack(data_of({"one": config.Source(files=(str(path),))}), made[1], tmp_path, shown.append)
     assert [result.split(name).num_documents for name in packing.SPLITS] == [1, 0]
-    assert shown[0] == "no validation: 1 document, 9 bytes in all, too little to hold some of it out"
+    assert shown[0] == "no validation: 1 document, 9 B in all, too little to hold some of it out"
     path = write(tmp_path / "two.jsonl", [f"text {n}" for n in range(8)])
     data = data_of({"two": config.Source(files=(str(path),))}, validation=0.3)
     result = packing.pack(data, made[1], tmp_path, lambda line: None)
