@@ -122,10 +122,9 @@ def _mended_environment() -> list[str]:
     lines = []
 
     def unset(name: str, error: Exception) -> None:
-        value = os.environ.pop(name)
-        shown = name if "KEY" in name else f"{name}={value!r}"  # a secret is never shown
+        del os.environ[name]
         why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else _first_line(error)
-        lines.append(f"{shown} ({why})")
+        lines.append(f"{name} ({why})")  # never its value, which may be a secret
 
     for name, value in [(name, value) for name, value in os.environ.items() if name.startswith("WANDB_")]:
         if not value.strip():
