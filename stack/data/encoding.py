@@ -1,7 +1,7 @@
 """Texts and conversations to ids in several processes, in order and in constant memory.
 
 It stands alone so that a worker, which imports this module and not the command's, loads neither ``datasets`` nor
-``torch``, ``hydra`` nor ``wandb``.
+``torch`` nor ``wandb``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Ids come in the order of their texts, whoever made them; a worker that dies is told, not waited for."""
 
 import multiprocessing
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -56,34 +53,3 @@ def test_memory_is_bounded_and_a_dead_worker_is_told(tokenizer, monkeypatch):
             assert encoded.ids.tolist() == tokenizer.encode("the sea")
             assert read - item < encoding.AHEAD * 2 * 10
     assert read >= 1_000
-
-
-WORKERS = """
-import os, sys
-import torch, datasets
-from pathlib import Path
-from stack import tokenizer
-from stack.data.encoding import encoder
-def run():
-    with encoder(tokenizer.load(Path(sys.argv[1])), 2) as encode:
-        assert sum(len(found.ids) for _, found in encode((i, "a b" * 9) for i in range(4000)))
-        for maps in (Path(f"/proc/{child}/maps").read_text() for child in
-                     Path("/proc/self/task/{}/children".format(os.getpid())).read_text().split()):
-            print("libtorch" in maps, "libarrow" in maps, "libpython" in maps or "python" in maps)
-if __name__ == "__main__":
-    run()
-"""
-
-
-def test_a_worker_loads_neither_torch_nor_datasets(tokenizer, tmp_path):
-    """Started by a main module that has loaded both, as that of a command has: a worker must not import it again."""
-    (tmp_path / "main.py").write_text(WORKERS)
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "main.py"), str(tokenizer.folder)],
-        env=os.environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-    )
-    lines = done.stdout.splitlines()
-    assert lines.count("False False True") >= 2 and not any(line.startswith("True") for line in lines), done.stderr
