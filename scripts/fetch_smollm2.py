@@ -147,6 +147,7 @@ def write(source: Path, folder: Path) -> None:
         (folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     tokenizer_of(values).save(str(folder / "tokenizer.json"))
     safetensors.numpy.save_file(weights_of(reader, settings), folder / "model.safetensors", {"format": "pt"})
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # the library lets nobody else read its files
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -17,6 +17,8 @@ if [ "$processors" -gt 1 ] && ! .venv/bin/python -c 'import sys, torch; sys.exit
     export OMP_NUM_THREADS=$((processors > 4 ? processors / 4 : 1))
     # The address is said, because it is looked up by the name of the host otherwise, which may be known nowhere.
     start=(.venv/bin/torchrun --local-addr=127.0.0.1 --nproc-per-node=$((processors > 4 ? 4 : processors))) ranks=(parallel=ddp)
+    # Under nohup torchrun would listen to SIGHUP again.
+    [ -z "$(trap -p HUP)" ] || start+=(--signals-to-handle=SIGTERM,SIGINT,SIGQUIT)
 fi
 .venv/bin/python scripts/fetch_corpus.py
 "${start[@]}" -m stack.train "${ranks[@]}" "$@"
