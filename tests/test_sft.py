@@ -243,12 +243,11 @@ def test_files_of_other_formats_are_fine_tuned_on_as_they_are(root: Path) -> Non
         made = [row(f"say the {word} {number}", word) for number in range(2) for word in tiny.WORDS]
         (root / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made))
     files = ",".join(f"{root}/{name}.jsonl" for name in rows)
-    job = tiny.sft(
-        root, "name=others", f"chat.files=[{files}]", "train.steps=2", "checkpoint.every=0", log="others.log"
-    )
+    job = tiny.sft(root, "name=others", f"chat.files=[{files}]", "train.steps=2", log="others.log")
     assert job.wait() == 0, job.output()
     assert "‹<|im_start|>›assistant\n⟦the‹<|im_end|>›⟧" in job.output() and "0 bad rows" in job.output()
-    packed = open_packed(next((root / "data/packed").glob("own-chat-*")))
+    learnt = checkpoint.read_manifest(root / "runs/others/checkpoints/step-00000002").identity["packed_folder"]
+    packed = open_packed(root / learnt)
     assert sum(packed.manifest["splits"][name]["documents"] for name in ("train", "validation")) == 90
 
 
