@@ -25,13 +25,15 @@ import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
 
-from stack import config, run_folder, train
-from stack.config import Config
-from stack.distributed import Ranks
-from stack.model.transformer import Decoder
-from stack.optim import lr_factor
-from stack.tracking import Display
-from stack.trainer import Trainer
+from stack import train
+from stack.config import schema as config
+from stack.config.schema import Config
+from stack.core.ranks import Ranks
+from stack.model.decoder import Decoder
+from stack.tracking.metrics import Display
+from stack.training import run_folder
+from stack.training.optim import lr_factor
+from stack.training.trainer import Trainer
 
 OFF = ("diagnostics.rows_every=0", "track.mode=disabled")
 ROUNDS = 30

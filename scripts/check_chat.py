@@ -23,12 +23,15 @@ from typing import Any
 
 import torch
 
-from stack import answers, checkpoint, conversation, run_folder
-from stack.answers import Answer, Question
-from stack.base import Base, build, load_base
-from stack.config import FineTune, UserError, typed
-from stack.generate import generate
-from stack.machine import choose_device
+from stack.checkpoint import manager as checkpoint
+from stack.checkpoint.open import Base, build, load_base
+from stack.config.schema import FineTune, UserError, typed
+from stack.core.machine import choose_device
+from stack.evaluation import answers
+from stack.evaluation.answers import Answer, Question
+from stack.evaluation.generate import generate
+from stack.text import conversation
+from stack.training import run_folder
 
 # At most so many held-out conversations of a source; EACH=10 python scripts/check_chat.py … is a quick look.
 EACH = int(os.environ.get("EACH", "1020"))

@@ -23,16 +23,17 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch.profiler import ProfilerActivity, profile
 
-from stack import config, machine
-from stack.config import Config
+from stack.config import schema as config
+from stack.config.schema import Config
+from stack.core import machine
+from stack.core.ranks import Ranks
 from stack.data.batches import Batches
 from stack.data.packing import Split as TextSplit
-from stack.diagnostics import memory
-from stack.distributed import Ranks
-from stack.evaluate import to_device
-from stack.model.transformer import Decoder
-from stack.tracking import Display
-from stack.trainer import Split, Trainer
+from stack.evaluation.validation import to_device
+from stack.model.decoder import Decoder
+from stack.observe import memory
+from stack.tracking.metrics import Display
+from stack.training.trainer import Split, Trainer
 
 COMMON = ("device=cpu", "precision=float32", "compile=off", "model.context=512", "train.window=512", "model.kv_heads=2")
 SIZES = {

@@ -21,14 +21,15 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from stack import checkpoint, tokenizer
-from stack.config import Model, UserError
+from stack.checkpoint import manager as checkpoint
+from stack.config.schema import Model, UserError
 from stack.data.batches import IGNORED, Windows, in_order
 from stack.data.packing import Split, open_packed
-from stack.generate import generate
-from stack.model.transformer import Decoder
-from stack.run_folder import read_config
-from stack.tokenizer import Tokenizer
+from stack.evaluation.generate import generate
+from stack.model.decoder import Decoder
+from stack.text import tokenizer
+from stack.text.tokenizer import Tokenizer
+from stack.training.run_folder import read_config
 
 TOLERANCE = 1e-4  # of bits per byte, and of a logit
 

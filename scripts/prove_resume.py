@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from stack import checkpoint
+from stack.checkpoint import manager as checkpoint
 from stack.data.packing import open_packed
-from stack.tracking import MEASURED
+from stack.tracking.metrics import MEASURED
 
 HOME = Path("runs/prove_resume")
 STEPS, EVERY = 66, 6

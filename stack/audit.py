@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stack.config import Audit, UserError, entry
-from stack.diagnostics import undertrained
-from stack.diagnostics.audit import audit
-from stack.tokenizer import quoted
+from stack.config.schema import Audit, UserError, entry
+from stack.observe import undertrained
+from stack.observe.rows_audit import audit
+from stack.text.tokenizer import quoted
 
 TOKEN = 20  # columns of a terminal for a token
 TITLES = {

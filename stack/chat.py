@@ -14,10 +14,10 @@ import termios
 import tty
 from pathlib import Path
 
-from stack.base import build, has_template, load_base
-from stack.config import Chat, UserError, entry
-from stack.machine import choose_device
-from stack.talk import Talk
+from stack.checkpoint.open import build, has_template, load_base
+from stack.config.schema import Chat, UserError, entry
+from stack.core.machine import choose_device
+from stack.evaluation.session import Talk
 
 HELP = """/reset        forgets the conversation
 /system TEXT  sets the system turn; without TEXT there is none

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stack.config import Dashboard, UserError, entry
-from stack.tracking import MEASURED
-from stack.wandb_run import decide
+from stack.config.schema import Dashboard, UserError, entry
+from stack.tracking.metrics import MEASURED
+from stack.tracking.wandb_run import decide
 
 if TYPE_CHECKING:
     import wandb_workspaces.workspaces as ws

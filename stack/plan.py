@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from stack import machine
-from stack.config import Planned, Source, UserError, entry
-from stack.data.corpus import expected_bytes
+from stack.config.schema import Planned, Source, UserError, entry
+from stack.core import machine
 from stack.data.encoding import id_dtype
-from stack.diagnostics import memory, throughput
-from stack.tracking import duration
+from stack.data.sources import expected_bytes
+from stack.observe import flops as throughput
+from stack.observe import memory
+from stack.tracking.metrics import duration
 
 _GB = 1e9
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stack import run_folder
-from stack.config import Report, UserError, entry
-from stack.page import page
+from stack.config.schema import Report, UserError, entry
+from stack.observe.page import page
+from stack.training import run_folder
 
 
 def run(config: Report) -> int:

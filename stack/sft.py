@@ -12,24 +12,29 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from stack import answers, checkpoint, conversation, machine, resuming, run_folder, tokenizer, vocabulary
-from stack.answers import Question
-from stack.base import Base, build, load_base, model_of
-from stack.compare import compare
-from stack.config import FineTune, Model, UserError, entry
+from stack.checkpoint import manager as checkpoint
+from stack.checkpoint.open import Base, build, load_base, model_of
+from stack.config.schema import FineTune, Model, UserError, entry
+from stack.core import machine
+from stack.core.ranks import SHARED, Ranks, ranks
 from stack.data import packing
 from stack.data.batches import Batches, Mixed, in_order
 from stack.data.packing import Packed, open_packed, pack
-from stack.diagnostics.memory import check_memory
-from stack.diagnostics.rows import classify
-from stack.distributed import SHARED, Ranks, ranks
-from stack.model.transformer import Decoder
-from stack.optim import Optimizers
-from stack.tokenizer import Tokenizer, read_json
-from stack.tracking import Display
-from stack.trainer import Split, State, Trainer
-from stack.vocabulary import Growth
-from stack.wandb_run import choose_mode
+from stack.evaluation import answers
+from stack.evaluation.answers import Question
+from stack.model.decoder import Decoder
+from stack.observe.compare import compare
+from stack.observe.memory import check_memory
+from stack.observe.table import classify
+from stack.text import conversation, tokenizer
+from stack.text.tokenizer import Tokenizer, read_json
+from stack.tracking.metrics import Display
+from stack.tracking.wandb_run import choose_mode
+from stack.training import resuming, run_folder
+from stack.training.optim import Optimizers
+from stack.training.trainer import Split, State, Trainer
+from stack.vocabulary import change as vocabulary
+from stack.vocabulary.change import Growth
 
 MEASURED = 64  # conversations on which growth is measured, held-out ones where there are any
 

@@ -6,19 +6,21 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from stack import machine, resuming, run_folder, tokenizer
-from stack.checkpoint import read_manifest
-from stack.compare import compare
-from stack.config import Config, UserError, entry
+from stack.checkpoint.manager import read_manifest
+from stack.config.schema import Config, UserError, entry
+from stack.core import machine
+from stack.core.ranks import SHARED, Ranks, ranks
 from stack.data.batches import Batches, in_order
 from stack.data.packing import Packed, open_packed, pack
-from stack.diagnostics.memory import check_memory
-from stack.diagnostics.rows import classify
-from stack.distributed import SHARED, Ranks, ranks
-from stack.model.transformer import Decoder
-from stack.tracking import Display
-from stack.trainer import Split, Trainer
-from stack.wandb_run import choose_mode
+from stack.model.decoder import Decoder
+from stack.observe.compare import compare
+from stack.observe.memory import check_memory
+from stack.observe.table import classify
+from stack.text import tokenizer
+from stack.tracking.metrics import Display
+from stack.tracking.wandb_run import choose_mode
+from stack.training import resuming, run_folder
+from stack.training.trainer import Split, Trainer
 
 
 def run(config: Config) -> int:

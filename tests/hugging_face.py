@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from stack import config
+from stack.config import schema as config
 
 
 def same_shape(c: config.Model, num_rows: int, **settings: Any) -> PreTrainedModel:

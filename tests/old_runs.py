@@ -10,8 +10,8 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from stack import config
-from stack.config import Config, FineTune
+from stack.config import schema as config
+from stack.config.schema import Config, FineTune
 
 HERE = Path(__file__).parent / "old_runs"
 OLDER, OLD = "c6aa0d1", "5b4a0e0"  # commits

@@ -9,8 +9,8 @@ from typing import Any
 
 import tiny
 
-from stack import run_folder
-from stack.tracking import Metrics
+from stack.tracking.metrics import Metrics
+from stack.training import run_folder
 
 CLASSES = ("never", "rare", "frequent", "control")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from stack import tokenizer
-from stack.conversation import TEMPLATE
-from stack.tokenizer import Tokenizer
+from stack.text import tokenizer
+from stack.text.conversation import TEMPLATE
+from stack.text.tokenizer import Tokenizer
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 

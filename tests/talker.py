@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 from talk import CONTROL
 
-from stack import checkpoint, config, tokenizer
-from stack.conversation import TEMPLATE
-from stack.generate import generate
-from stack.model.transformer import Decoder
-from stack.tokenizer import Tokenizer
-from stack.vocabulary import grow_tokenizer
+from stack.checkpoint import manager as checkpoint
+from stack.config import schema as config
+from stack.evaluation.generate import generate
+from stack.model.decoder import Decoder
+from stack.text import tokenizer
+from stack.text.conversation import TEMPLATE
+from stack.text.tokenizer import Tokenizer
+from stack.vocabulary.change import grow_tokenizer
 
 
 def vocabulary(root: Path, *, chat: bool) -> Tokenizer:

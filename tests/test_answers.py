@@ -1,4 +1,4 @@
-"""stack.answers: what is asked was held out, every turn is asked once, and only what ended by itself can be right."""
+"""Answers: what is asked was held out, every turn is asked once, and only what ended by itself can be right."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 import pytest
 import talk
 
-from stack import answers, config
-from stack.answers import Answer, Question, in_form, judge, questions, share
-from stack.config import Conversations, HubFlags, TalkSource
-from stack.data.corpus import held_out
-from stack.distributed import Ranks
-from stack.model.transformer import Decoder
-from stack.tokenizer import Tokenizer
+from stack.config import schema as config
+from stack.config.schema import Conversations, HubFlags, TalkSource
+from stack.core.ranks import Ranks
+from stack.data.sources import held_out
+from stack.evaluation import answers
+from stack.evaluation.answers import Answer, Question, in_form, judge, questions, share
+from stack.model.decoder import Decoder
+from stack.text.tokenizer import Tokenizer
 
 NO_HUB = HubFlags(path=None, name=None, split="train", revision=None, streaming=True)
 KEYS = [f"{number:064x}" for number in range(60)]

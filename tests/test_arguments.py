@@ -1,4 +1,4 @@
-"""stack.arguments: what a person types arrives as it was meant, and what cannot be read is told with what can."""
+"""Arguments: what a person types arrives as it was meant, and what cannot be read is told with what can."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
-from stack import arguments, config
-from stack.arguments import Door, Kind
-from stack.config import Audit, Chat, Config, Dashboard, FineTune, Planned, Report, UserError
+from stack.config import arguments
+from stack.config import schema as config
+from stack.config.arguments import Door, Kind
+from stack.config.schema import Audit, Chat, Config, Dashboard, FineTune, Planned, Report, UserError
 
 DOORS = {
     "train": Door("train", Config),

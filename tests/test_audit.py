@@ -22,14 +22,15 @@ from rich.cells import cell_len
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stack import checkpoint, tokenizer
 from stack.audit import main
-from stack.base import load_tables
-from stack.checkpoint import HEAD, TABLE, WEIGHTS
-from stack.config import UserError
+from stack.checkpoint import manager as checkpoint
+from stack.checkpoint.manager import HEAD, TABLE, WEIGHTS
+from stack.checkpoint.open import load_tables
+from stack.config.schema import UserError
 from stack.data.packing import open_packed
-from stack.diagnostics import audit
-from stack.tokenizer import Tokenizer, readable
+from stack.observe import rows_audit as audit
+from stack.text import tokenizer
+from stack.text.tokenizer import Tokenizer, readable
 
 SYLLABLES = [a + b for a in "bdfgklmnprst" for b in ("a", "e", "i", "o", "u", "an", "er", "is")]
 PLANTED = [f"qx{a}w{b}zj" for a in "aeiou" for b in "bdgm"]  # 20 words of the vocabulary and of no text

@@ -1,4 +1,4 @@
-"""stack.base: what Hugging Face computes is computed here, and everything else is refused by name."""
+"""stack.checkpoint.open: what Hugging Face computes is computed here, and everything else is refused by name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from test_vocabulary import words_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stack import checkpoint, config
-from stack.base import build, load_base, model_of
-from stack.checkpoint import HEAD, TABLE, WEIGHTS
-from stack.config import UserError
-from stack.model.transformer import Decoder
-from stack.tokenizer import Tokenizer
+from stack.checkpoint import manager as checkpoint
+from stack.checkpoint.manager import HEAD, TABLE, WEIGHTS
+from stack.checkpoint.open import build, load_base, model_of
+from stack.config import schema as config
+from stack.config.schema import UserError
+from stack.model.decoder import Decoder
+from stack.text.tokenizer import Tokenizer
 
 SHAPE = config.Model(
     layers=2, d=32, heads=4, kv_heads=2, head_dim=16, ffn=48, context=64, rope_theta=500.0, norm_eps=1e-5,

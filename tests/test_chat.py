@@ -19,9 +19,11 @@ import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stack import chat, config, conversation
-from stack.base import build, load_base
-from stack.config import Chat
+from stack import chat
+from stack.checkpoint.open import build, load_base
+from stack.config import schema as config
+from stack.config.schema import Chat
+from stack.text import conversation
 
 TOKENS = 24
 

@@ -26,12 +26,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from stack import checkpoint, config
-from stack.checkpoint import HEAD, MANIFEST, TABLE, WEIGHTS
-from stack.config import UserError
-from stack.model.transformer import Decoder
-from stack.tokenizer import Tokenizer, train
-from stack.vocabulary import grow_tokenizer, migrate
+from stack.checkpoint import manager as checkpoint
+from stack.checkpoint.manager import HEAD, MANIFEST, TABLE, WEIGHTS
+from stack.config import schema as config
+from stack.config.schema import UserError
+from stack.model.decoder import Decoder
+from stack.text.tokenizer import Tokenizer, train
+from stack.vocabulary.change import grow_tokenizer, migrate
 
 NUM_ROWS = 320
 MODEL = config.Model(

@@ -1,4 +1,4 @@
-"""stack.config: every group composes, every problem is told at once, and an entry point's exit codes."""
+"""stack.config.schema: every group composes, every problem is told at once, and an entry point's exit codes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from stack import config
-from stack.config import CONF, Config, FineTune, Planned, UserError, plain, typed
+from stack.config import schema as config
+from stack.config.schema import CONF, Config, FineTune, Planned, UserError, plain, typed
 
 
 def groups() -> list[str]:

@@ -16,7 +16,8 @@ import tiny
 from hydra import compose, initialize_config_dir
 from wandb_workspaces.workspaces import Workspace, internal
 
-from stack import config, dashboard
+from stack import dashboard
+from stack.config import schema as config
 
 SECTIONS = ["eval", "train", "optim", "rows", "memory", "throughput", "time", "growth", "samples"]
 

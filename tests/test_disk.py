@@ -1,4 +1,4 @@
-"""stack.disk: locks and syncing, where the file system offers them and where it does not.
+"""stack.core.files: locks and syncing, where the file system offers them and where it does not.
 
 A file system without them is the real one behind a library that answers as the kernel does for such a mount.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from stack import disk
+from stack.core import files as disk
 
 WITHOUT = r"""
 #include <errno.h>
@@ -144,7 +144,7 @@ def _under(root: str, umask: int) -> None:
 
 
 def test_what_a_kill_left_of_a_tokenizer_is_cleared_and_a_living_one_is_not(tmp_path: Path) -> None:
-    from stack.tokenizer import LOCK, appear
+    from stack.text.tokenizer import LOCK, appear
 
     def make(folder: Path) -> None:
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""stack.distributed and parallel=ddp: laws 1, 2 and 5 under two ranks (gloo, two processes), and one folder a job."""
+"""stack.core.ranks and parallel=ddp: laws 1, 2 and 5 under two ranks (gloo, two processes), and one folder a job."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 from test_run_folder import prove_resume
 from test_trainer import Spy, assert_close, norm_of, reference, rows, snapshot
 
-from stack import parallel
-from stack.config import EchoError, UserError
-from stack.distributed import Ranks, ranks
-from stack.trainer import Trainer
+from stack.config.schema import EchoError, UserError
+from stack.core.ranks import Ranks, ranks
+from stack.parallel import wrap as parallel
+from stack.training.trainer import Trainer
 
 DDP = ("parallel=ddp", "train.clip=0")
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stack import config
+from stack.config import schema as config
+from stack.core.ranks import Ranks
 from stack.data.batches import in_order
 from stack.data.packing import Split
-from stack.diagnostics.rows import CLASSES
-from stack.distributed import Ranks
-from stack.evaluate import Validation, validate
-from stack.model.transformer import Decoder
+from stack.evaluation.validation import Validation, validate
+from stack.model.decoder import Decoder
+from stack.observe.table import CLASSES
 
 ROWS = 64
 PAD = 1

@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from stack import config
-from stack import tokenizer as words
-from stack.config import UserError
-from stack.generate import Sampling, candidates, generate, pieces, stream
-from stack.model.transformer import Decoder
+from stack.config import schema as config
+from stack.config.schema import UserError
+from stack.evaluation.generate import Sampling, candidates, generate, pieces, stream
+from stack.model.decoder import Decoder
+from stack.text import tokenizer as words
 
 ROWS = 96
 CONTEXT = 96

@@ -1,4 +1,4 @@
-"""stack.home: a process without a home, as a bare uid in a container has none."""
+"""stack.core.home: a process without a home, as a bare uid in a container has none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from stack.home import home
+from stack.core.home import home
 
 
 def without_a_home() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stack import machine
-from stack.config import UserError
+from stack.config.schema import UserError
+from stack.core import machine
 
 MB = 1 << 20
 

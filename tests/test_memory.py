@@ -1,4 +1,4 @@
-"""stack.diagnostics.memory: the plan against what a process really takes, and what a plan that does not fit says."""
+"""stack.observe.memory: the plan against what a process really takes, and what a plan that does not fit says."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import tiny
 import torch
 
-from stack import machine
-from stack.config import UserError
+from stack.config.schema import UserError
+from stack.core import machine
+from stack.core.ranks import ALONE, Ranks
 from stack.data.batches import Batch
-from stack.diagnostics import memory
-from stack.distributed import ALONE, Ranks
-from stack.evaluate import to_device
+from stack.evaluation.validation import to_device
+from stack.model.decoder import Decoder
 from stack.model.loss import linear_cross_entropy
-from stack.model.transformer import Decoder
+from stack.observe import memory
 
 check_memory = tiny.script("check_memory")
 

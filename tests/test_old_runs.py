@@ -10,11 +10,12 @@ import old_runs
 import pytest
 import yaml
 
-from stack import checkpoint, run_folder
-from stack.config import UserError, keys_at, plain
-from stack.page import page
-from stack.run_folder import BEFORE, FREE, flatten
-from stack.trainer import State
+from stack.checkpoint import manager as checkpoint
+from stack.config.schema import UserError, keys_at, plain
+from stack.observe.page import page
+from stack.training import run_folder
+from stack.training.run_folder import BEFORE, FREE, flatten
+from stack.training.trainer import State
 
 RUNS = [(old_runs.OLDER, "tiny"), (old_runs.OLD, "tiny"), (old_runs.OLD, "talk")]
 # The settings of a source in the first version that is kept here: its runs name no source, so they cannot tell.

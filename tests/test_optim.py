@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack import config
-from stack.config import UserError
-from stack.model.transformer import Decoder
-from stack.optim import Muon, Optimizers, lr_factor, orthogonalize
+from stack.config import schema as config
+from stack.config.schema import UserError
+from stack.model.decoder import Decoder
+from stack.training.optim import Muon, Optimizers, lr_factor, orthogonalize
 
 MUON = config.Optim("muon", 3e-3, 5e-3, 0.9, 0.95, 1e-10, 0.1, 0.0, 0.95, 0.85, 4, 5)
 ADAMW = replace(MUON, kind="adamw", lr=2e-3)

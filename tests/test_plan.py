@@ -13,9 +13,10 @@ import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from stack import machine
-from stack.diagnostics import memory, throughput
-from stack.model.transformer import Decoder
+from stack.core import machine
+from stack.model.decoder import Decoder
+from stack.observe import flops as throughput
+from stack.observe import memory
 
 
 def plan(root: Path, *arguments: str) -> str:

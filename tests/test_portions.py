@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack import portions as module
-from stack.portions import LONGEST, portions
+from stack.text import portions as module
+from stack.text.portions import LONGEST, portions
 
 KINDS = {"letters": r"[^\W\d_]", "digits": r"\d", "white space": r"\s", "else": r"[^\w\s]", "underscores": "_"}
 stretch = st.tuples(st.sampled_from("aé文4٣ \t\n\u2028.=\u0301🙂_"), st.integers(0, 3 * LONGEST))

@@ -10,8 +10,9 @@ import old_runs
 import pytest
 import tiny
 
-from stack import checkpoint, resuming, run_folder
-from stack.config import UserError
+from stack.checkpoint import manager as checkpoint
+from stack.config.schema import UserError
+from stack.training import resuming, run_folder
 
 prove_resume = tiny.script("prove_resume")
 

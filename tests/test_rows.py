@@ -1,4 +1,4 @@
-"""stack.diagnostics.rows: the gradient by path against the formula in float64, and a look that leaves no trace."""
+"""stack.observe.table: the gradient by path against the formula in float64, and a look that leaves no trace."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 from test_distributed import together
 from test_trainer import grouped, rows, snapshot
 
-from stack import checkpoint, run_folder, tokenizer
-from stack.checkpoint import TABLE
+from stack.checkpoint import manager as checkpoint
+from stack.checkpoint.manager import TABLE
+from stack.core.ranks import Ranks, ranks
 from stack.data.batches import IGNORED, Batch
-from stack.diagnostics.rows import BINS, CLASSES, classify, histogram
-from stack.distributed import Ranks, ranks
-from stack.trainer import Trainer
+from stack.observe.table import BINS, CLASSES, classify, histogram
+from stack.text import tokenizer
+from stack.training import run_folder
+from stack.training.trainer import Trainer
 
 SUPERVISED = (1, 2, 3, 10, 7, 16)
 STEP = ("train.clip=0.1", "diagnostics.rows_every=1", "train.z_loss=0.01", "train.chunk_tokens=7")

@@ -1,4 +1,4 @@
-"""stack.run_folder: one job a folder, law 5 over real deaths, resume=, branch=, and what must not change."""
+"""stack.training.run_folder: one job a folder, law 5 over real deaths, resume=, branch=, and what must not change."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import tiny
 
-from stack import checkpoint, run_folder
-from stack.config import UserError
-from stack.distributed import Ranks
+from stack.checkpoint import manager as checkpoint
+from stack.config.schema import UserError
+from stack.core.ranks import Ranks
+from stack.training import run_folder
 
 prove_resume = tiny.script("prove_resume")
 

@@ -22,7 +22,7 @@ from test_chat import TOKENS, one_shot
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.utils import logging as their_logging
 
-from stack.base import load_base
+from stack.checkpoint.open import load_base
 
 QUESTIONS = ("the cat", "a", "what is the answer to the cat that sat", "you there")
 

@@ -15,16 +15,19 @@ import torch
 from hydra import compose, initialize_config_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from stack import checkpoint, config, sft, tokenizer
-from stack.base import load_base
-from stack.config import FineTune, UserError
-from stack.conversation import encode
+from stack import sft
+from stack.checkpoint import manager as checkpoint
+from stack.checkpoint.open import load_base
+from stack.config import schema as config
+from stack.config.schema import FineTune, UserError
+from stack.core.ranks import Ranks
 from stack.data.batches import IGNORED
 from stack.data.packing import open_packed
-from stack.distributed import Ranks
-from stack.generate import generate
-from stack.model.transformer import Decoder
-from stack.tracking import Display
+from stack.evaluation.generate import generate
+from stack.model.decoder import Decoder
+from stack.text import tokenizer
+from stack.text.conversation import encode
+from stack.tracking.metrics import Display
 
 prove_resume = tiny.script("prove_resume")
 

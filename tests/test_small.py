@@ -11,11 +11,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack import answers, config
-from stack.data import corpus
+from stack.config import schema as config
+from stack.data import sources as corpus
 from stack.data.holding_out import rule_of
 from stack.data.packing import open_packed
-from stack.tokenizer import load
+from stack.evaluation import answers
+from stack.text.tokenizer import load
 
 PARAGRAPHS = [f"{'The cat ran to the red house of stone. ' * 3}It was day {i}.\n\n" for i in range(60)]
 

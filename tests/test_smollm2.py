@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stack import checkpoint
-from stack.base import Base, build, load_base
-from stack.checkpoint import TABLE
-from stack.generate import generate
-from stack.model.transformer import Decoder
-from stack.vocabulary import grow_tokenizer, measure, migrate
+from stack.checkpoint import manager as checkpoint
+from stack.checkpoint.manager import TABLE
+from stack.checkpoint.open import Base, build, load_base
+from stack.evaluation.generate import generate
+from stack.model.decoder import Decoder
+from stack.vocabulary.change import grow_tokenizer, measure, migrate
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,11 +21,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from stack import answers, checkpoint, conversation, tokenizer
-from stack.answers import Question
-from stack.base import build, load_base
-from stack.generate import generate
-from stack.vocabulary import grow_tokenizer, migrate
+from stack.checkpoint import manager as checkpoint
+from stack.checkpoint.open import build, load_base
+from stack.evaluation import answers
+from stack.evaluation.answers import Question
+from stack.evaluation.generate import generate
+from stack.text import conversation, tokenizer
+from stack.vocabulary.change import grow_tokenizer, migrate
 
 LLAMA = ("<s>", "</s>", "<|eot|>")
 CHATML = ("<|endoftext|>", "</s>", "<|im_start|>", "<|im_end|>")

@@ -1,4 +1,4 @@
-"""stack.sweep and stack.compare: with -m each job is a run of its own, as if it had been started alone."""
+"""Sweeps: with -m each job is a run of its own, as if it had been started alone."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stack import config, sweep
-from stack.config import Config
+from stack.config import schema as config
+from stack.config import sweep
+from stack.config.schema import Config
 
 
 def weights(run: Path) -> dict[str, bytes]:
@@ -106,7 +107,7 @@ def test_fine_tuning_is_swept_too(swept: tuple[Path, str]) -> None:
 
 
 def test_ranks_go_through_the_jobs_together(swept: tuple[Path, str], tmp_path: Path) -> None:
-    """Under torchrun one store outlives the jobs: see stack/distributed.py."""
+    """Under torchrun one store outlives the jobs: see stack/core/ranks.py."""
     root, _ = swept
     words = ["-m", *tiny.settings(root, "optim.lr=1e-3,4e-3,-1,1", "parallel=ddp", "name=two")]
     jobs = [

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack import config, conversation
-from stack.base import Base, build, load_base
-from stack.config import Chat, UserError
-from stack.talk import Talk
+from stack.checkpoint.open import Base, build, load_base
+from stack.config import schema as config
+from stack.config.schema import Chat, UserError
+from stack.evaluation.session import Talk
+from stack.text import conversation
 
 CONTEXT = 256
 

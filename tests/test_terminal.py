@@ -1,4 +1,4 @@
-"""stack.terminal: who reads what a run says may go, and the run goes on; a hang-up stops it as a signal does."""
+"""stack.core.streams: who reads what a run says may go, and the run goes on; a hang-up stops it as a signal does."""
 
 from __future__ import annotations
 

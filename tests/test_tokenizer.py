@@ -1,4 +1,4 @@
-"""stack.tokenizer: text survives, is never control, and Hugging Face reads the same ids."""
+"""stack.text.tokenizer: text survives, is never control, and Hugging Face reads the same ids."""
 
 import dataclasses
 import hashlib
@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack import config, portions, tokenizer
-from stack.config import UserError
-from stack.data.corpus import held_out, look
-from stack.tokenizer import END_OF_TEXT, PAD, Tokenizer, load, train
+from stack.config import schema as config
+from stack.config.schema import UserError
+from stack.data.sources import held_out, look
+from stack.text import portions, tokenizer
+from stack.text.tokenizer import END_OF_TEXT, PAD, Tokenizer, load, train
 
 WORDS = (
     "the",

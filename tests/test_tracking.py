@@ -1,4 +1,4 @@
-"""stack.tracking: a record without gap, duplicate or half a line, and a terminal that stays readable."""
+"""stack.tracking.metrics: a record without gap, duplicate or half a line, and a terminal that stays readable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack.tracking import Display, Metrics, duration, fitting
+from stack.tracking.metrics import Display, Metrics, duration, fitting
 
 
 def lines(path: Path) -> list[dict]:

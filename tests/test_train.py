@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 import tiny
 
-from stack import checkpoint, tokenizer
 from stack import train as entry
+from stack.checkpoint import manager as checkpoint
 from stack.data import encoding
-from stack.tracking import Display
+from stack.text import tokenizer
+from stack.tracking.metrics import Display
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -1,4 +1,4 @@
-"""stack.trainer: laws 1 and 2 on one step, the dry step, lengths, and what is refused."""
+"""stack.training.trainer: laws 1 and 2 on one step, the dry step, lengths, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import tiny
 import torch
 import torch.nn.functional as F
 
-from stack import checkpoint, run_folder
-from stack.config import UserError
+from stack.checkpoint import manager as checkpoint
+from stack.config.schema import UserError
 from stack.data.batches import IGNORED, Batch
-from stack.optim import lr_factor
-from stack.trainer import Trainer
+from stack.training import run_folder
+from stack.training.optim import lr_factor
+from stack.training.trainer import Trainer
 
 SUPERVISED = (1, 2, 3, 10)
 

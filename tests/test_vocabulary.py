@@ -1,4 +1,4 @@
-"""stack.vocabulary: law 6. Old rows stay, new rows start at the mean, the step goes on, and KL keeps its bound."""
+"""Growth: law 6. Old rows stay, new rows start at the mean, the step goes on, and KL keeps its bound."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from stack import checkpoint, config, tokenizer
-from stack.checkpoint import TABLE
-from stack.config import UserError
+from stack.checkpoint import manager as checkpoint
+from stack.checkpoint.manager import TABLE
+from stack.config import schema as config
+from stack.config.schema import UserError
 from stack.model.attention import Segments
-from stack.model.transformer import Decoder, Loss
-from stack.optim import Optimizers
-from stack.tokenizer import END_OF_TEXT, END_OF_TURN, START_OF_TURN, Tokenizer
-from stack.vocabulary import Growth, grow_tokenizer, measure, migrate
+from stack.model.decoder import Decoder, Loss
+from stack.text import tokenizer
+from stack.text.tokenizer import END_OF_TEXT, END_OF_TURN, START_OF_TURN, Tokenizer
+from stack.training.optim import Optimizers
+from stack.vocabulary.change import Growth, grow_tokenizer, measure, migrate
 
 CHAT = (START_OF_TURN, END_OF_TURN, "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -1,4 +1,4 @@
-"""stack.wandb_run: what an offline run holds, what a death costs it, and that nothing it does can stop training.
+"""wandb: what an offline run holds, what a death costs it, and that nothing it does can stop training.
 
 The wandb is the real one, offline or before a host that does not answer; it is read back by its own reader.
 """
@@ -21,9 +21,10 @@ import pytest
 import tiny
 import yaml
 
-from stack import dashboard, wandb_run
-from stack.config import UserError
-from stack.tracking import Metrics, Tracker
+from stack import dashboard
+from stack.config.schema import UserError
+from stack.tracking import wandb_run
+from stack.tracking.metrics import Metrics, Tracker
 
 KEY = "k" * 40
 SECTIONS = {"train", "eval", "memory", "throughput", "optim", "time", "samples"}

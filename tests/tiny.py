@@ -22,15 +22,16 @@ from types import ModuleType
 import torch
 from hydra import compose, initialize_config_dir
 
-from stack import config, machine
 from stack import train as entry
-from stack.config import Config
+from stack.config import schema as config
+from stack.config.schema import Config
+from stack.core import machine
+from stack.core.ranks import Ranks
 from stack.data.batches import Batch
-from stack.distributed import Ranks
 from stack.model.attention import Segments
-from stack.model.transformer import Decoder
-from stack.tracking import MEASURED, Display
-from stack.trainer import Trainer
+from stack.model.decoder import Decoder
+from stack.tracking.metrics import MEASURED, Display
+from stack.training.trainer import Trainer
 
 WORDS = ("the", "cat", "dog", "house", "ran", "red", "sun", "of", "and", "to", "water", "stone", "tree", "bird", "sang")
 SETTINGS = (

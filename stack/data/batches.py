@@ -14,7 +14,7 @@ from math import floor
 import numpy as np
 import torch
 
-from stack.config import UserError
+from stack.config.schema import UserError
 from stack.data.packing import Split
 from stack.data.placement import permutation, plan_windows
 

@@ -23,11 +23,11 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from stack import conversation
-from stack import tokenizer as tokenizers
-from stack.config import UserError
-from stack.conversation import Message
-from stack.tokenizer import Tokenizer
+from stack.config.schema import UserError
+from stack.text import conversation
+from stack.text import tokenizer as tokenizers
+from stack.text.conversation import Message
+from stack.text.tokenizer import Tokenizer
 
 
 class Encoded(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stack.config import UserError
+from stack.config.schema import UserError
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")  # .json may be one array, too
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")

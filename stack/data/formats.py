@@ -8,7 +8,7 @@
 =============  ====================================================================================================
 
 The fields of a row tell its format. ``system`` and ``tools`` may stand beside each. Whether the messages are good, and
-what of them is learnt, is said by :func:`stack.conversation.check`.
+what of them is learnt, is said by :func:`stack.text.conversation.check`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from stack.config import TalkSource
-from stack.data.corpus import MADE_OF, BadRow
+from stack.config.schema import TalkSource
+from stack.data.sources import MADE_OF, BadRow
 
 MESSAGES = "messages"
 LISTS = {"messages": (MESSAGES,), "sharegpt": ("conversations", "conversation")}

@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from stack.config import Conversations, Data, Source
-from stack.data import corpus
-from stack.data.corpus import Document
+from stack.config.schema import Conversations, Data, Source
+from stack.data import sources as corpus
+from stack.data.sources import Document
 
 LEAST = 100  # bytes of a source: a shorter last part says nothing
 SLACK = 0.5  # how far from its share the last part may be, as a share of that, for the sake of a better border

@@ -25,15 +25,18 @@ from typing import Any
 
 import numpy as np
 
-from stack import config, conversation, disk
-from stack.config import UserError
-from stack.data import corpus, formats
-from stack.data.corpus import Known
+from stack.config import schema as config
+from stack.config.schema import UserError
+from stack.core import files as disk
+from stack.data import formats
+from stack.data import sources as corpus
 from stack.data.encoding import Content, Encode, Encoded, encoder, id_dtype
 from stack.data.files import Changed
 from stack.data.holding_out import Rule, rule_of
 from stack.data.placement import plan_windows
-from stack.tokenizer import Tokenizer
+from stack.data.sources import Known
+from stack.text import conversation
+from stack.text.tokenizer import Tokenizer
 
 FORMAT = 1
 SPLITS = ("train", "validation")
@@ -446,7 +449,7 @@ def _items(
 ) -> Iterator[tuple[_Item, Content]]:
     """The documents of a source in order, from row ``start`` on, each with its content if it is packed.
 
-    ``first`` learns where bad rows are, as :func:`stack.data.corpus.documents` has it; ``begin`` gets the first
+    ``first`` learns where bad rows are, as :func:`stack.data.sources.documents` has it; ``begin`` gets the first
     document.
     """
     data = rule.data

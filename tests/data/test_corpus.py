@@ -1,4 +1,4 @@
-"""stack.data.corpus: what is read is what was written, and nothing is dropped without being counted."""
+"""stack.data.sources: what is read is what was written, and nothing is dropped without being counted."""
 
 import bz2
 import gzip
@@ -15,10 +15,10 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stack.config import Hub, Source, TalkSource, UserError
-from stack.conversation import canonical
+from stack.config.schema import Hub, Source, TalkSource, UserError
 from stack.data import lines
-from stack.data.corpus import Document, documents, expected_bytes, fingerprint, held_out, packs
+from stack.data.sources import Document, documents, expected_bytes, fingerprint, held_out, packs
+from stack.text.conversation import canonical
 
 TEXTS = ["a\u2028b", "c\u0085d\x0b\x0c", "", "e\r\nf\rg", "<|endoftext|>\x00", "日本語 🙂"]
 COMPRESS = {

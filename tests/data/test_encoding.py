@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack import tokenizer as tokenizers
-from stack.config import UserError
+from stack.config.schema import UserError
 from stack.data import encoding
+from stack.text import tokenizer as tokenizers
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from stack import config
-from stack import tokenizer as tokenizers
-from stack.config import Hub, HubFlags, Source, UserError
+from stack.config import schema as config
+from stack.config.schema import Hub, HubFlags, Source, UserError
 from stack.data import packing
-from stack.data.corpus import documents, expected_bytes, fingerprint, look
 from stack.data.files import Changed, find
+from stack.data.sources import documents, expected_bytes, fingerprint, look
+from stack.text import tokenizer as tokenizers
 
 TEXTS = [f"document {number} " + "of some words " * (number % 5) for number in range(40)]
 

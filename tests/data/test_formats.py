@@ -14,11 +14,12 @@ import talk
 from hydra import compose, initialize_config_dir
 from tiny import sft_settings
 
-from stack import config, conversation
-from stack.config import FineTune, TalkSource, UserError
+from stack.config import schema as config
+from stack.config.schema import FineTune, TalkSource, UserError
 from stack.data import packing
-from stack.data.corpus import Document, documents, fingerprint
-from stack.tokenizer import Tokenizer
+from stack.data.sources import Document, documents, fingerprint
+from stack.text import conversation
+from stack.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

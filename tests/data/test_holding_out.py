@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack import config, tokenizer
-from stack.data import corpus, packing
+from stack.config import schema as config
+from stack.data import packing
+from stack.data import sources as corpus
 from stack.data.holding_out import LEAST, rule_of
+from stack.text import tokenizer
 
 WORDS = ["the", "sea", "was", "calm", "and", "old", "men", "went", "down", "to", "his", "little", "boat", "again"]
 COMMON = {

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from stack.config import Hub, Source, UserError
+from stack.config.schema import Hub, Source, UserError
 from stack.data import lines
-from stack.data.corpus import documents, look
+from stack.data.sources import documents, look
 
 COMPRESS = {
     ".gz": gzip.compress,

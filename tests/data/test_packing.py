@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 import talk
 
-from stack import config, conversation
-from stack import tokenizer as tokenizers
-from stack.config import UserError
-from stack.data import corpus, encoding, packing
+from stack.config import schema as config
+from stack.config.schema import UserError
+from stack.data import encoding, packing
+from stack.data import sources as corpus
 from stack.data.batches import Batches
+from stack.text import conversation
+from stack.text import tokenizer as tokenizers
 
 ROOT = Path(packing.__file__).resolve().parents[2]
 WORDS = ["the", "sea", "a", "house", "was", "old", "and", "near", "we", "went", "there", "by", "night", "\n", "1984"]

@@ -1,4 +1,4 @@
-"""stack.diagnostics.undertrained: the formulas against NumPy in float64, whatever the chunks."""
+"""stack.observe.undertrained: the formulas against NumPy in float64, whatever the chunks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack.diagnostics import undertrained
-from stack.diagnostics.undertrained import DISTANCE, DISTANCE_WITHOUT_PC, NORM, indicators, nearest
+from stack.observe import undertrained
+from stack.observe.undertrained import DISTANCE, DISTANCE_WITHOUT_PC, NORM, indicators, nearest
 
 
 def table(rows: int, d: int, seed: int) -> torch.Tensor:

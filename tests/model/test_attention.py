@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack import config
+from stack.config import schema as config
 from stack.model.attention import Segments, attend
-from stack.model.transformer import Decoder
+from stack.model.decoder import Decoder
 
 BACKENDS = ("segments", "mask")
 WINDOW = 24

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 import yaml
 from hugging_face import same_shape
 
-from stack import config
-from stack.config import CONF
+from stack.config import schema as config
+from stack.config.schema import CONF
 from stack.model.attention import Segments
-from stack.model.transformer import Decoder, Loss
+from stack.model.decoder import Decoder, Loss
 
 SMALL = config.Model(3, 48, 4, 2, 16, 80, 128, 10000.0, 1e-6, True, 0.1, False, None, False)
 ROWS = 96
@@ -139,7 +139,7 @@ def test_angles_are_float32_under_autocast_at_the_last_position():
 
 def test_far_positions_stay_exact_under_autocast():
     """What the angles are used for is float32, too: queries at position 2047 turn as in float64."""
-    from stack.model.transformer import rotate
+    from stack.model.decoder import rotate
 
     model = Decoder(replace(shape("stack_100m"), layers=1), ROWS)
     x = torch.randn(1, 2, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import BrowserContext, Page
 from test_page import EVIL
 
-from stack.page import page
+from stack.observe.page import page
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import look_at_page

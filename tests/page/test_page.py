@@ -1,4 +1,4 @@
-"""stack.page: one file without network or script, whatever a sample says; a section where its keys are."""
+"""stack.observe.page: one file without network or script, whatever a sample says; a section where its keys are."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stack.diagnostics import audit
-from stack.page import facts, memory, page, record, rows
+from stack.observe import rows_audit as audit
+from stack.observe.page import facts, memory, page, record, rows
 
 EVIL = "</p></script><img src=x onerror=alert(1)><script>alert(2)</script>&lt;b&gt; {{ 7 * 7 }} <!-- ]]>"
 VOID = {"meta", "link", "img", "br", "input"}

@@ -1,4 +1,4 @@
-"""stack.page.pictures: what is drawn is what the numbers say, in the colours of the page, for every eye."""
+"""stack.observe.page.pictures: what is drawn is what the numbers say, in the colours of the page, for every eye."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack.page import pictures
-from stack.page.pictures import Histogram, Line
+from stack.observe.page import pictures
+from stack.observe.page.pictures import Histogram, Line
 
 CSS = (Path(pictures.__file__).parent / "page.html").read_text()
 TAGS = {"svg", "g", "path", "use", "defs", "text", "title", "desc", "clipPath", "rect"}

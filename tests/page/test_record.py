@@ -1,4 +1,4 @@
-"""stack.page.record: a run is read back whole, and what is wrong with it is said while the rest is shown."""
+"""stack.observe.page.record: a run is read back whole, and what is wrong with it is said while the rest is shown."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import safetensors.numpy
 import tiny
 
-from stack.config import UserError
-from stack.page import record
+from stack.config.schema import UserError
+from stack.observe.page import record
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""The ground: errors, files, the machine, the ranks."""

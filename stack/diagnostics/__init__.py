@@ -1,1 +1,0 @@
-"""What a run shows of itself: memory, speed."""

@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizers, conversations, and what both are made of."""

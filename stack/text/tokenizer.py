@@ -1,0 +1,636 @@
+"""Byte-level BPE: trained, saved as a Hugging Face folder, loaded, and the identity of its vocabulary.
+
+Ids in order: ``<|endoftext|>`` (0), ``<|pad|>`` (1), the 256 bytes, the merges as they were learned, and reserved
+tokens up to a multiple of 64, so that every row of the model's table has a text. Nothing is normalized and all bytes
+are in the alphabet: ``decode(encode(text)) == text`` for every text. Text never becomes a control token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
+
+from stack.config import schema as config
+from stack.config.schema import UserError
+from stack.core import files as disk
+from stack.data.holding_out import rule_of
+from stack.data.sources import Known, documents, look, uniform
+from stack.text.portions import PORTION, portions
+
+FORMAT = 1  # raise it when the same text and settings are to give another tokenizer
+END_OF_TEXT = "<|endoftext|>"
+PAD = "<|pad|>"
+RESERVED = "<|reserved_{}|>"
+START_OF_TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
+MULTIPLE = 64  # of the table's rows, for the matrix units
+FILES = ("tokenizer.json", "tokenizer_config.json")
+# Where a folder names what ends a text, by text or id, one or a list of them. Each program reads another of these.
+ENDS = {
+    "tokenizer_config.json": "eos_token",
+    "special_tokens_map.json": "eos_token",
+    "config.json": "eos_token_id",
+    "generation_config.json": "eos_token_id",
+}
+# Qwen2's pattern: contractions, words with the one character before them, single digits, punctuation, white space.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+RESERVED_TEXT = re.compile(r"<\|reserved_(\d+)\|>")
+# Bytes without which a vocabulary still holds every character that is written: those of no valid UTF-8, and …
+NO_TEXT = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
+# … those of control characters and of planes without characters, which SmolLM2's vocabulary lacks. As regex ranges.
+RARE = {byte: re.escape(chr(byte)) for byte in (*range(0x20), 0x7F) if chr(byte) not in "\t\n\r"}
+RARE |= {0xF1: "\U00040000-\U0007ffff", 0xF2: "\U00080000-\U000bffff", 0xF4: "\U00100000-\U0010ffff"}
+AT_A_TIME = 8 * PORTION  # characters that the library encodes together, in some 250 MB of memory
+READ = 4  # the sample is drawn from the first READ * sample_mb of each source, since a hub set may have no end
+LOCK = "lock"  # of a folder that is being made
+UNLOCKED_S = 86_400.0  # so old is a folder without one that nobody makes any more
+MEASURED_MB = 1.0  # held-out text of each source on which bytes per token are measured
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A vocabulary with its roles. Made by :func:`load` and :func:`train` only."""
+
+    folder: Path
+    vocab_size: int  # the number of ids; of ours it is the number of the table's rows, a multiple of 64
+    end_of_text: int  # before every document, and the end of generation
+    pad: int
+    reserved: tuple[int, ...]
+    control: dict[str, int]  # every control token's text and id, the reserved ones too
+    digest: str  # SHA-256 of the ordered token bytes and the roles, in hex
+    _inner: tokenizers.Tokenizer = field(repr=False, compare=False)
+    _files: dict[str, bytes] = field(
+        repr=False, compare=False
+    )  # as they were read: the folder may go while a run lasts
+    unknown: re.Pattern[str] | None = None  # characters with a byte that has no token; never in one of ours
+    ends: tuple[int, ...] = ()  # control tokens that the folder's files name as ends
+    remarks: tuple[str, ...] = field(default=(), compare=False)  # what those files name as an end and cannot be one
+
+    @property
+    def unsampled(self) -> tuple[int, ...]:
+        """Ids that generation never emits. Where other people's padding is also a stop or plain text, it stays."""
+        padding = self.pad in self.control.values() and self.pad not in self.stops
+        return (self.pad, *self.reserved) if padding else self.reserved
+
+    @property
+    def end_of_turn(self) -> int | None:
+        """``<|im_end|>``, which ends a message and an answer; None where the vocabulary has no chat tokens."""
+        return self.control.get(END_OF_TURN) if START_OF_TURN in self.control else None
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Ids that end an answer: our own first, then those that the folder's files name."""
+        own = (self.end_of_text,) if self.end_of_turn is None else (self.end_of_turn, self.end_of_text)
+        return tuple(dict.fromkeys((*own, *self.ends)))
+
+    def ending(self, ends: Iterable[int]) -> Tokenizer:
+        """The same with other ``ends``. None counts as reserved: it is sampled, and growth does not rename it."""
+        ends = tuple(ends)
+        return replace(self, ends=ends, reserved=tuple(i for i in self.reserved if i not in ends))
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of plain text; what spells a control token is characters like any other. No bos is added.
+
+        A character of ``unknown`` is encoded as U+FFFD, where other programs drop it without a word. A stretch of more
+        than :data:`~stack.text.portions.LONGEST` letters, digits, blanks or other characters of one kind is encoded in
+        parts of that length; otherwise the ids are those of other programs. UserError where the library gives up.
+        """
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """:meth:`encode` of many texts, on all threads."""
+        found: list[list[int]] = []
+        for group in _groups(map(self._parts, texts)):
+            encoded = self._encode([part for _, part in group])
+            for (text, _), ids in zip(group, encoded, strict=True):
+                if text == len(found):
+                    found.append(ids)
+                else:
+                    found[text] += ids
+        return found
+
+    def _encode(self, parts: list[str]) -> list[list[int]]:
+        try:
+            return [found.ids for found in self._inner.encode_batch_fast(parts, add_special_tokens=False)]
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # the library's own, which no module has and Exception misses
+                raise
+            if len(parts) > 1:
+                return [ids for part in parts for ids in self._encode([part])]
+            raise UserError(
+                f"{self.folder}: the tokenizer library gives up ({error}) at a text of {len(parts[0]):,} characters "
+                f"that begins with {parts[0][:60]!r}; take it out, or take another tokenizer"
+            ) from None
+
+    def _parts(self, text: str) -> list[str]:
+        """What is encoded of a text, in parts that the library can take."""
+        known = text if self.unknown is None else self.unknown.sub("\ufffd", text)
+        found = portions(known)
+        if len(found) > 1 and self._inner.normalizer is not None:
+            # A cut may not keep an accent from its letter; what is composed before stays as it is in every part.
+            found = portions(unicodedata.normalize("NFC", known))
+        return found
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The inverse of :meth:`encode`. Control tokens show as their text, broken UTF-8 as U+FFFD."""
+        return self._inner.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as ``tokenizer.json`` writes it, control or not; None where there is none."""
+        return self._inner.token_to_id(token)
+
+    def id_to_token(self, index: int) -> str:
+        """The inverse of :meth:`token_to_id`."""
+        return self._inner.id_to_token(index)
+
+    def bytes_of(self, index: int) -> bytes:
+        """What a token stands for in a text: the UTF-8 of a control token's text, any bytes of a plain one."""
+        token = self.id_to_token(index)
+        if token in self.control:
+            return token.encode()
+        return bytes(_BYTE_OF[character] for character in token)
+
+    def save_into(self, folder: Path, max_length: int | None = None) -> None:
+        """Write the files that Hugging Face reads into a model's folder; ``max_length`` is the model's context.
+
+        A model that continues texts needs their padding in front: batched generation goes on from the last position.
+        """
+        for name, content in self._files.items():
+            (folder / name).write_bytes(content)
+        if max_length is not None:
+            of_model = {"model_max_length": max_length, "padding_side": "left"}
+            settings = read_json(folder / "tokenizer_config.json") | of_model
+            write_json(folder / "tokenizer_config.json", settings)
+
+
+def _groups(parts_of_texts: Iterable[list[str]]) -> Iterator[list[tuple[int, str]]]:
+    """The parts of many texts, each with the number of its text, about ``AT_A_TIME`` characters a group."""
+    group: list[tuple[int, str]] = []
+    size = 0
+    for number, parts in enumerate(parts_of_texts):
+        for part in parts:
+            if size >= AT_A_TIME:
+                yield group
+                group, size = [], 0
+            group.append((number, part))
+            size += len(part)
+    yield group
+
+
+def load(folder: Path | str) -> Tokenizer:
+    """The tokenizer of a folder: one of ours, or any byte-level BPE that Hugging Face opens.
+
+    UserError where files are missing, contradict each other, or hold what cannot keep the laws: a text that is changed
+    before it is encoded, a byte without a token, a control token that text can spell.
+    """
+    folder = Path(folder)
+    for name in FILES:
+        if not (folder / name).is_file():
+            raise UserError(f"{folder} is no tokenizer: {name} is missing; give tokenizer.folder or train one")
+    settings, content = read_json(folder / "tokenizer_config.json"), read_json(folder / "tokenizer.json")
+    inner = _inner(folder, content)
+    vocabulary = inner.get_vocab(with_added_tokens=True)
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    if [vocabulary[token] for token in tokens] != list(range(len(tokens))):
+        raise UserError(
+            f"{folder}: {len(tokens)} tokens with ids up to {max(vocabulary.values(), default=-1)}; ids must be "
+            "0, 1, 2 …: restore tokenizer.json, or take another tokenizer"
+        )
+    control = {index: token.content for index, token in inner.get_added_tokens_decoder().items()}
+    unknown = _unknown(folder, {token for i, token in enumerate(tokens) if i not in control})
+    roles = _roles(folder, settings, vocabulary, control)
+    digest = _digest(tokens, control, roles)
+    _check_manifest(folder, digest)
+    named = {text: index for index, text in control.items()}
+    reserved = tuple(sorted(index for index, text in control.items() if RESERVED_TEXT.fullmatch(text)))
+    end, pad = roles["end_of_text"], roles["pad"]
+    files = {name: (folder / name).read_bytes() for name in FILES}
+    found = Tokenizer(folder, len(tokens), end, pad, reserved, named, digest, inner, files, unknown)
+    _check_text(found)
+    ends, remarks = _ends(found)
+    return replace(found.ending(ends), remarks=tuple(remarks))
+
+
+def _inner(folder: Path, content: dict[str, Any]) -> tokenizers.Tokenizer:
+    """The encoder of a ``tokenizer.json``, with every added token as control; UserError for another kind of model."""
+    model, normalizer = content.get("model") or {}, content.get("normalizer")
+    # Canonical composition (Qwen's) changes how a character is stored and not what it is; all else loses text.
+    if normalizer is not None and normalizer.get("type") != "NFC":
+        raise UserError(f"{folder}: the normalizer {json.dumps(normalizer)} changes text; take a base without one")
+    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback") or model.get("dropout"):
+        kind = {key: model.get(key) for key in ("type", "byte_fallback", "dropout")}
+        raise UserError(f"{folder}: the tokenizer's model is {kind}; byte-level BPE without dropout is needed")
+    # Tokens that are added but not special (Qwen's <tool_call>) would be matched in text; here all are control.
+    added = [token | {"special": True} for token in content.get("added_tokens", ())]
+    content = content | {"added_tokens": added, "truncation": None, "padding": None}
+    try:
+        inner = tokenizers.Tokenizer.from_str(json.dumps(content))
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"{folder / 'tokenizer.json'} cannot be understood ({error}); restore it") from error
+    inner.encode_special_tokens = True  # text is never control: special tokens are encoded as the characters they spell
+    return inner
+
+
+def _unknown(folder: Path, tokens: set[str]) -> re.Pattern[str] | None:
+    """The characters that plain tokens cannot write; UserError unless tokens are bytes and the characters are rare."""
+    characters = _byte_characters()
+    foreign = set().union(*tokens) - set(characters)
+    if foreign:
+        raise UserError(f"{folder}: tokens hold {min(foreign)!r}, so this is no byte-level BPE; train one")
+    missing = {byte for byte, character in enumerate(characters) if character not in tokens} - NO_TEXT
+    if missing - RARE.keys():
+        raise UserError(
+            f"{folder}: no token for the bytes {', '.join(map(hex, sorted(missing - RARE.keys())))}, so text would be "
+            "lost; take a base whose alphabet has them"
+        )
+    return re.compile(f"[{''.join(RARE[byte] for byte in sorted(missing))}]") if missing else None
+
+
+def _roles(
+    folder: Path, settings: dict[str, Any], vocabulary: dict[str, int], control: dict[int, str]
+) -> dict[str, int]:
+    """The ids of the special roles; UserError where ``tokenizer_config.json`` names what is not there."""
+    named = {}
+    for role in ("bos", "eos", "pad", "unk"):
+        value = settings.get(f"{role}_token")
+        text = value.get("content") if isinstance(value, dict) else value
+        if text is not None and text not in vocabulary:
+            raise UserError(
+                f"{folder}: {role}_token={text!r} of tokenizer_config.json is no token of tokenizer.json; "
+                "the two files do not belong together: restore or train them"
+            )
+        named[role] = text
+    end = END_OF_TEXT if END_OF_TEXT in control.values() else named["bos"] or named["eos"]
+    if end is None or vocabulary[end] not in control:
+        raise UserError(
+            f"{folder}: {END_OF_TEXT} is no control token of tokenizer.json, and bos_token={named['bos']!r} and "
+            f"eos_token={named['eos']!r} of tokenizer_config.json are none either; name one that stands before a text"
+        )
+    return {"end_of_text": vocabulary[end], "pad": vocabulary[named["pad"] or end]}
+
+
+def _ends(found: Tokenizer) -> tuple[list[int], list[str]]:
+    """The ids that the files of a folder name as ends, and a line for each name that is passed over.
+
+    A plain token is no end: a Llama configuration that was made without a thought of it names the id 2, whatever
+    that is, and answers would stop within a text.
+    """
+    ends, remarks = [], []
+    for path, key in ((found.folder / name, key) for name, key in ENDS.items() if (found.folder / name).is_file()):
+        settings = read_json(path)
+        value = settings.get(key)
+        for one in value if isinstance(value, list) else [value]:
+            named = one.get("content") if isinstance(one, dict) else one
+            index = found.control.get(named) if isinstance(named, str) else named
+            if type(index) is int and index in found.control.values():
+                ends.append(index)
+            elif named is not None:
+                remarks.append(f"{path}: {key}={named!r} is no control token of tokenizer.json and ends no answer")
+        if settings.get("stop_strings"):
+            remarks.append(f"{path}: stop_strings={settings['stop_strings']!r} end no answer; only a token does")
+    return ends, remarks
+
+
+def _check_text(found: Tokenizer) -> None:
+    """UserError where a text does not come back, or where the text of a control token becomes one."""
+    probe = "a" + "".join(map(chr, range(0x20, 0x250))) + "  a  \n\n b\r\n\t日本語 🙂\u2028 I'm 1234  "
+    probe = "".join(found._parts(unicodedata.normalize("NFC", probe)))
+    back = found.decode(found.encode(probe))
+    if back != probe:
+        at = next((i for i, (a, b) in enumerate(zip(probe, back, strict=False)) if a != b), len(back))
+        raise UserError(
+            f"{found.folder}: text does not come back from its tokens: {probe[at : at + 8]!r} became "
+            f"{back[at : at + 8]!r}; take a base whose tokenizer keeps every character"
+        )
+    texts, control = list(found.control), set(found.control.values())
+    for text, ids in zip(texts, found.encode_batch(texts), strict=True):
+        if control.intersection(ids):
+            raise UserError(
+                f"{found.folder}: the text {text!r} is encoded as a control token, so a text could forge one; "
+                "take a base whose merges do not make it"
+            )
+
+
+def _check_manifest(folder: Path, digest: str) -> None:
+    """UserError where the folder's manifest names another vocabulary than its files hold."""
+    path = folder / "manifest.json"
+    named = read_json(path).get("vocabulary_digest", digest) if path.is_file() else digest
+    if named != digest:
+        raise UserError(
+            f"{folder}: tokenizer.json holds the vocabulary {digest}, but manifest.json names {named}; "
+            "one of them was changed: remove the folder, and it is made again"
+        )
+
+
+def _digest(tokens: list[str], control: dict[int, str], roles: dict[str, int]) -> str:
+    """The identity of a vocabulary: SHA-256 over each token's bytes in order, which are control, and the roles."""
+    hashed = hashlib.sha256()
+    for index, token in enumerate(tokens):
+        data = token.encode() if index in control else bytes(_BYTE_OF[character] for character in token)
+        hashed.update(b"%d %d " % (index in control, len(data)) + data)
+    hashed.update(json.dumps(roles, sort_keys=True).encode())
+    return hashed.hexdigest()
+
+
+def _byte_characters() -> list[str]:
+    """The printable character by which byte-level BPE writes each of the 256 bytes (GPT-2's table)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = iter(range(256, 512))
+    return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
+
+
+_BYTE_OF = {character: byte for byte, character in enumerate(_byte_characters())}
+
+
+# ---------------------------------------------------------------- training
+
+
+def train(settings: config.Tokenizer, data: config.Data, root: Path, show: Callable[[str], Any]) -> Tokenizer:
+    """The tokenizer of these settings: ``settings.folder``, a finished folder of equal inputs, or a new one.
+
+    A new one is trained on a sample of training documents and stands in ``root/tokenizers/NAME-<8 hex>``, whole or not
+    at all. UserError for sources without text, and where a file changes meanwhile.
+    """
+    if settings.folder is not None:
+        return _padded(load(settings.folder))
+    known = {name: look(source) for name, source in data.resolved_sources().items()}
+    inputs = _inputs(settings, data, known)
+    folder = _folder(root, settings, inputs)
+    if data.validation and _saw_all(folder):
+        inputs["held_out"] = "last part"
+        folder = _folder(root, settings, inputs)
+    if (folder / "manifest.json").is_file():
+        found = load(folder)
+        show(f"tokenizer {folder.name}: {found.vocab_size:,} entries, already trained")
+        return found
+    appear(folder, lambda beside: _make(beside, settings, data, known, inputs, show))
+    return load(folder)
+
+
+def _folder(root: Path, settings: config.Tokenizer, inputs: dict[str, Any]) -> Path:
+    hexes = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:8]
+    return root / "tokenizers" / f"{settings.name}-{hexes}"
+
+
+def _saw_all(folder: Path) -> bool:
+    """Whether an earlier version trained the tokenizer on all of a text that is too short for the hash.
+
+    Such a text could not be packed then; now its last part is held out, also from the tokenizer.
+    """
+    path = folder / "manifest.json"
+    manifest = read_json(path) if path.is_file() else {"held_out": None}
+    return "held_out" not in manifest and not manifest.get("bytes_per_token")
+
+
+def appear(folder: Path, make: Callable[[Path], Any]) -> None:
+    """``make`` a folder with a ``manifest.json`` beside, then give it its name: it stands there whole or not at all.
+
+    What killed processes left beside is cleared.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(".*-*/"):
+        _clear(left)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside, ExitStack() as held:
+        disk.take(Path(beside) / LOCK, held)
+        make(Path(beside) / "made")
+        if not (folder / "manifest.json").is_file():  # nobody else was quicker
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(Path(beside) / "made", folder)
+
+
+def _clear(left: Path) -> None:
+    """Remove a folder that :func:`appear` began, if nobody is at work in it."""
+    with ExitStack() as held, suppress(OSError):  # somebody else clears it, too
+        locked = (left / LOCK).is_file()
+        age = time.time() - left.stat().st_mtime
+        if age > UNLOCKED_S if not locked else disk.take(left / LOCK, held) is None:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _padded(found: Tokenizer) -> Tokenizer:
+    """The same, if a table can be made for it; UserError for a tokenizer that was made for another one."""
+    if found.vocab_size % MULTIPLE or found.unknown:
+        what = f"no token for {found.unknown.pattern!r}" if found.unknown else f"which is no multiple of {MULTIPLE}"
+        raise UserError(
+            f"tokenizer.folder={found.folder}: {found.vocab_size} tokens, {what}; "
+            "train a tokenizer with tokenizer.folder=null, or fine-tune the model that this one belongs to"
+        )
+    return found
+
+
+def _inputs(settings: config.Tokenizer, data: config.Data, known: dict[str, Known]) -> dict[str, Any]:
+    """Everything that decides the trained tokenizer, as plain values."""
+    return {
+        "format": FORMAT,
+        "pattern": PATTERN,
+        "vocab_size": settings.vocab_size,
+        "sample_mb": settings.sample_mb,
+        "seed": settings.seed,
+        "validation": data.validation,
+        "split_seed": data.seed,
+        "sources": {name: source.fingerprint for name, source in known.items()},
+    }
+
+
+def _make(
+    folder: Path,
+    settings: config.Tokenizer,
+    data: config.Data,
+    known: dict[str, Known],
+    inputs: dict[str, Any],
+    show: Callable[[str], Any],
+) -> None:
+    """Train, measure and write a finished folder."""
+    began = time.perf_counter()
+    sample, measured = _sample(settings, data, known, show)
+    size = sum(len(text.encode()) for text in sample)
+    inner = fit(sample, settings.vocab_size)
+    folder.mkdir()
+    inner.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", hugging_face_settings())
+    made = load(folder)
+    seconds = time.perf_counter() - began
+    entries = made.vocab_size - len(made.reserved)
+    show(f"tokenizer {settings.name}: {made.vocab_size:,} entries from {size / 1e6:.1f} MB of text, {seconds:.1f} s")
+    if entries < settings.vocab_size:
+        show(
+            f"warning: tokenizer.vocab_size={settings.vocab_size:,}, but this text gives {entries:,} entries; "
+            f"with {len(made.reserved)} reserved ones the vocabulary has {made.vocab_size:,} everywhere"
+        )
+    bytes_per_token = {name: _bytes_per_token(made, texts) for name, texts in measured.items() if any(texts)}
+    for name, value in bytes_per_token.items():
+        show(f"  {name:<12} {value:.2f} bytes per token")
+    manifest = {
+        "inputs": inputs,
+        "vocabulary_digest": made.digest,
+        "vocab_size": made.vocab_size,
+        "reserved": len(made.reserved),
+        "sample_bytes": size,
+        "bytes_per_token": bytes_per_token,
+        "held_out": {name: sum(len(text.encode()) for text in texts) for name, texts in measured.items()},
+        "seconds": round(seconds, 1),
+    }
+    write_json(folder / "manifest.json", manifest)
+
+
+def _sample(
+    settings: config.Tokenizer, data: config.Data, known: dict[str, Known], show: Callable[[str], Any]
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Training texts of at most ``sample_mb``, and held-out ones of each source to measure on.
+
+    A document is drawn with a chance in proportion to its source's weight (sequential Poisson sampling: those with the
+    smallest uniform/weight are kept), so the sample is spread as the packed text is. Memory holds no more than it.
+    """
+    limit = settings.sample_mb * 1e6
+    kept: list[tuple[float, str, int]] = []  # a heap: the worst rank first
+    size = 0
+    measured: dict[str, list[str]] = {}
+    bad: Counter[str] = Counter()
+    rule = rule_of(data)
+    for name, source in data.resolved_sources().items():
+        measured[name] = []
+        if known[name].said:
+            show(f"{name}: {known[name].said}")
+        unmeasured, unread = MEASURED_MB * 1e6, READ * limit
+        for document in documents(name, source, on_bad_row=data.on_bad_row, bad=bad, known=known[name]):
+            for part, held_out in rule.parts(source, document):
+                if held_out:
+                    if unmeasured > 0:
+                        measured[name].append(part.text)
+                        unmeasured -= part.num_bytes
+                elif source.weight > 0:
+                    rank = uniform(b"tokenizer", part.key, settings.seed) / source.weight
+                    heapq.heappush(kept, (-rank, part.text, part.num_bytes))
+                    size += part.num_bytes
+                    while size > limit and len(kept) > 1:
+                        size -= heapq.heappop(kept)[2]
+            unread -= document.num_bytes
+            if unread <= 0:
+                known[name].check()
+                break
+    if bad:
+        show(f"rows without text: {', '.join(f'{count:,} {reason}' for reason, count in sorted(bad.items()))}")
+    if size == 0:
+        raise UserError(
+            f"no text to train a tokenizer on: sources {list(measured)}, rows without text {dict(bad)}, "
+            f"held out {sum(map(len, measured.values()))}; give other data.files or a smaller data.validation"
+        )
+    sample = [text for _, text, _ in sorted(kept)]
+    if size > limit:  # one text, longer than the sample: as much of it, from beginning to end
+        sample = ["".join(portions(text)[:: math.ceil(size / limit)]) for text in sample]
+    return sample, measured
+
+
+def fit(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Byte-level BPE with at most ``vocab_size`` entries learned from texts, and reserved ones up to a multiple of 64.
+
+    The order of the texts and the number of threads change nothing: merges depend on counts, ties on ids.
+    """
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT, PAD],
+        initial_alphabet=_byte_characters(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(_batches(texts), trainer=trainer)
+    inner.add_special_tokens([RESERVED.format(i) for i in range(-inner.get_vocab_size() % MULTIPLE)])
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B:1", special_tokens=[(END_OF_TEXT, 0)]
+    )
+    return inner
+
+
+def _batches(texts: Iterable[str], count: int = 256) -> Iterator[list[str]]:
+    """Lists of texts or parts of them: the library hands each to all of its threads."""
+    batch = []
+    for part in (part for text in texts for part in portions(text)):
+        batch.append(part)
+        if len(batch) == count:
+            yield batch
+            batch = []
+    yield batch
+
+
+def hugging_face_settings() -> dict[str, Any]:
+    """``tokenizer_config.json``. The class is the one that takes tokenizer.json as it is, beside a Qwen3 config too."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 adds token_type_ids, which models refuse
+        "model_max_length": int(1e30),  # Hugging Face's number for no limit; a model's folder names its context
+    }
+
+
+def _bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> float:
+    """UTF-8 bytes of texts by the number of their tokens."""
+    num_tokens = sum(map(len, tokenizer.encode_batch(texts)))
+    return sum(len(text.encode()) for text in texts) / num_tokens
+
+
+def readable(data: bytes) -> str:
+    """Bytes in printable characters, and never two the same.
+
+    A byte of no UTF-8 shows as ``\\xe2``, a line feed as ``\\n``, a character that cannot be printed as ``\\u200b``, a
+    backslash as two.
+    """
+    text = data.replace(b"\\", b"\\\\").decode(errors="backslashreplace")
+    return "".join(c if c.isprintable() else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    if character.isascii():
+        return character.encode("unicode_escape").decode()
+    number = ord(character)  # what \x80 to \xff show are bytes
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+def quoted(text: str | None) -> str:
+    """The text of a token as tables show it; None is that of a row that has no token."""
+    return "(none)" if text is None else f'"{text}"'
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; UserError where it holds none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}; restore or remove it") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no JSON object; restore or remove it")
+    return found
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """A JSON object into a file, for people to read, too."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Where a run's figures go: its record, the terminal, wandb."""
