@@ -13,9 +13,10 @@ import numpy as np
 from rich.console import Console
 
 from stack.checkpoint import manager as checkpoint
-from stack.checkpoint.open import Base, build, load_base, model_of
+from stack.checkpoint.open import Base, build, load_base
 from stack.config.schema import FineTune, Model, UserError, entry
 from stack.core import machine
+from stack.core.files import read_json
 from stack.core.ranks import SHARED, Ranks, ranks
 from stack.data import packing
 from stack.data.batches import Batches, Mixed, in_order
@@ -23,11 +24,11 @@ from stack.data.packing import Packed, open_packed, pack
 from stack.evaluation import answers
 from stack.evaluation.answers import Question
 from stack.model.decoder import Decoder
+from stack.model.huggingface import CONFIG, model_of
 from stack.observe.compare import compare
 from stack.observe.memory import check_memory
-from stack.observe.table import classify
 from stack.text import conversation, tokenizer
-from stack.text.tokenizer import Tokenizer, read_json
+from stack.text.tokenizer import Tokenizer
 from stack.tracking.metrics import Display
 from stack.tracking.wandb_run import choose_mode
 from stack.training import resuming, run_folder
@@ -35,6 +36,7 @@ from stack.training.optim import Optimizers
 from stack.training.trainer import Split, State, Trainer
 from stack.vocabulary import change as vocabulary
 from stack.vocabulary.change import Growth
+from stack.vocabulary.classes import classify
 
 MEASURED = 64  # conversations on which growth is measured, held-out ones where there are any
 
@@ -124,7 +126,7 @@ def made_before(config: FineTune, start: run_folder.Start, here: Ranks, display:
 
     def opened() -> Made:
         identity, words = checkpoint.read_manifest(folder).identity, tokenizer.load(folder)
-        model = model_of(read_json(folder / checkpoint.CONFIG), folder)
+        model = model_of(read_json(folder / CONFIG), folder)
         initialized = tuple(row for part in identity["growth"]["initialized"] for row in _range(*part["rows"]))
         replay = _replayed_before(config, folder, identity, display)
         return Made(model, words, initialized, open_packed(packed, words), replay)

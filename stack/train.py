@@ -15,12 +15,12 @@ from stack.data.packing import Packed, open_packed, pack
 from stack.model.decoder import Decoder
 from stack.observe.compare import compare
 from stack.observe.memory import check_memory
-from stack.observe.table import classify
 from stack.text import tokenizer
 from stack.tracking.metrics import Display
 from stack.tracking.wandb_run import choose_mode
 from stack.training import resuming, run_folder
 from stack.training.trainer import Split, Trainer
+from stack.vocabulary.classes import classify
 
 
 def run(config: Config) -> int:

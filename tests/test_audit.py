@@ -24,10 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stack.audit import main
 from stack.checkpoint import manager as checkpoint
-from stack.checkpoint.manager import HEAD, TABLE, WEIGHTS
 from stack.checkpoint.open import load_tables
 from stack.config.schema import UserError
 from stack.data.packing import open_packed
+from stack.model.huggingface import HEAD, TABLE, WEIGHTS
 from stack.observe import rows_audit as audit
 from stack.text import tokenizer
 from stack.text.tokenizer import Tokenizer, readable

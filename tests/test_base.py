@@ -17,11 +17,11 @@ from test_vocabulary import words_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stack.checkpoint import manager as checkpoint
-from stack.checkpoint.manager import HEAD, TABLE, WEIGHTS
-from stack.checkpoint.open import build, load_base, model_of
+from stack.checkpoint.open import build, load_base
 from stack.config import schema as config
 from stack.config.schema import UserError
 from stack.model.decoder import Decoder
+from stack.model.huggingface import HEAD, TABLE, WEIGHTS, model_of
 from stack.text.tokenizer import Tokenizer
 
 SHAPE = config.Model(

@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from stack.checkpoint import manager as checkpoint
-from stack.checkpoint.manager import HEAD, MANIFEST, TABLE, WEIGHTS
+from stack.checkpoint.manager import MANIFEST
 from stack.config import schema as config
 from stack.config.schema import UserError
 from stack.model.decoder import Decoder
+from stack.model.huggingface import HEAD, TABLE, WEIGHTS
 from stack.text.tokenizer import Tokenizer, train
 from stack.vocabulary.change import grow_tokenizer, migrate
 

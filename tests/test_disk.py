@@ -19,6 +19,7 @@ import pytest
 import tiny
 
 from stack.core import files as disk
+from stack.core import locks
 
 WITHOUT = r"""
 #include <errno.h>
@@ -32,9 +33,9 @@ HOLD = """
 import sys, time
 from contextlib import ExitStack
 from pathlib import Path
-from stack import disk
+from stack.core import locks
 with ExitStack() as held:
-    print(disk.take(Path(sys.argv[1]), held, print), flush=True)
+    print(locks.take(Path(sys.argv[1]), held, print), flush=True)
     sys.stdin.readline()
 """
 
@@ -103,7 +104,7 @@ def test_other_errors_of_locks_and_syncing_stay_errors(tmp_path: Path, monkeypat
         disk.sync_path(tmp_path)
     monkeypatch.setattr("fcntl.flock", fails)
     with pytest.raises(OSError, match="broken"), ExitStack() as held:
-        disk.take(tmp_path / "lock", held)
+        locks.take(tmp_path / "lock", held)
 
 
 def test_a_run_where_nothing_of_it_is_offered(tmp_path: Path, without: Path) -> None:
@@ -144,7 +145,7 @@ def _under(root: str, umask: int) -> None:
 
 
 def test_what_a_kill_left_of_a_tokenizer_is_cleared_and_a_living_one_is_not(tmp_path: Path) -> None:
-    from stack.text.tokenizer import LOCK, appear
+    from stack.core.files import LOCK, create_folder
 
     def make(folder: Path) -> None:
         folder.mkdir()
@@ -158,6 +159,6 @@ def test_what_a_kill_left_of_a_tokenizer_is_cleared_and_a_living_one_is_not(tmp_
     (left / LOCK).write_text("host here, process 1\n")
     day = 86_400
     os.utime(old, (time.time() - 2 * day,) * 2)
-    appear(tmp_path / "bpe-87654321", make)
+    create_folder(tmp_path / "bpe-87654321", make)
     assert sorted(path.name for path in tmp_path.iterdir()) == [living.name, unlocked.name, "bpe-87654321"]
     end(process)

@@ -17,7 +17,7 @@ from stack.data.batches import in_order
 from stack.data.packing import Split
 from stack.evaluation.validation import Validation, validate
 from stack.model.decoder import Decoder
-from stack.observe.table import CLASSES
+from stack.vocabulary.classes import CLASSES
 
 ROWS = 64
 PAD = 1

@@ -19,13 +19,14 @@ from test_distributed import together
 from test_trainer import grouped, rows, snapshot
 
 from stack.checkpoint import manager as checkpoint
-from stack.checkpoint.manager import TABLE
 from stack.core.ranks import Ranks, ranks
 from stack.data.batches import IGNORED, Batch
-from stack.observe.table import BINS, CLASSES, classify, histogram
+from stack.model.huggingface import TABLE
+from stack.observe.table import BINS, histogram
 from stack.text import tokenizer
 from stack.training import run_folder
 from stack.training.trainer import Trainer
+from stack.vocabulary.classes import CLASSES, classify
 
 SUPERVISED = (1, 2, 3, 10, 7, 16)
 STEP = ("train.clip=0.1", "diagnostics.rows_every=1", "train.z_loss=0.01", "train.chunk_tokens=7")

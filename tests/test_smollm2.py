@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stack.checkpoint import manager as checkpoint
-from stack.checkpoint.manager import TABLE
 from stack.checkpoint.open import Base, build, load_base
 from stack.evaluation.generate import generate
 from stack.model.decoder import Decoder
+from stack.model.huggingface import TABLE
 from stack.vocabulary.change import grow_tokenizer, measure, migrate
 
 pytestmark = pytest.mark.slow

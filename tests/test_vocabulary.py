@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from stack.checkpoint import manager as checkpoint
-from stack.checkpoint.manager import TABLE
 from stack.config import schema as config
 from stack.config.schema import UserError
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder, Loss
+from stack.model.huggingface import TABLE
 from stack.text import tokenizer
 from stack.text.tokenizer import END_OF_TEXT, END_OF_TURN, START_OF_TURN, Tokenizer
 from stack.training.optim import Optimizers

@@ -28,11 +28,10 @@ from torch import Tensor, nn
 from stack.config import schema as config
 from stack.config.schema import UserError
 from stack.core import files as disk
+from stack.model.huggingface import CONFIG, GENERATION, HEAD, TABLE, WEIGHTS, generation_settings, model_settings, untie
 from stack.text.tokenizer import Tokenizer
 
 FORMAT = 1
-TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 MOMENTS, STATE, MANIFEST = "training/optimizer.safetensors", "training/state.json", "manifest.json"
 _WRAPPERS = re.compile(r"(?<![^./])(?:_orig_mod\.|module\.)+")  # of torch.compile and of DDP, at any depth
 
@@ -145,57 +144,6 @@ def _one_copy(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     head = weights.get(HEAD)
     assert head is None or torch.equal(head, weights[TABLE]), "the head is not the table"
     return {name: tensor for name, tensor in weights.items() if name != HEAD}
-
-
-def model_settings(model: config.Model, tokenizer: Tokenizer) -> dict[str, Any]:
-    """``config.json``; a model that no stock architecture computes names one that no Hugging Face tool knows."""
-    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
-    if model.qk_norm:
-        kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
-    if model.native_only:
-        own = {"qk_norm": model.qk_norm, "softcap": model.softcap, "scale_input": model.scale_input}
-        kind = {"architectures": ["StackDecoder"], "model_type": "stack_native", **own}
-    return {
-        **kind,
-        "vocab_size": tokenizer.vocab_size,
-        "hidden_size": model.d,
-        "intermediate_size": model.ffn,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": model.context,
-        "rope_theta": model.rope_theta,  # read by transformers 4; the next line by 5
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "rms_norm_eps": model.norm_eps,
-        "initializer_range": model.init_std,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "dtype": "float32",
-        "use_cache": True,
-        "bos_token_id": tokenizer.end_of_text,
-        "eos_token_id": _ends(tokenizer),
-        "pad_token_id": tokenizer.pad,
-    }
-
-
-def generation_settings(tokenizer: Tokenizer) -> dict[str, Any]:
-    """``generation_config.json``: greedy, every stop of ours, and never a token that has a row but no meaning."""
-    return {
-        "bos_token_id": tokenizer.end_of_text,
-        "eos_token_id": _ends(tokenizer),
-        "pad_token_id": tokenizer.pad,
-        "suppress_tokens": list(tokenizer.unsampled),
-        "do_sample": False,
-    }
-
-
-def _ends(tokenizer: Tokenizer) -> int | list[int]:
-    """Hugging Face's ``eos_token_id``: one id, or the end of a turn and of the text."""
-    stops = list(tokenizer.stops)
-    return stops if len(stops) > 1 else stops[0]
 
 
 def _fill(partial: Path, documents: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> None:
@@ -411,39 +359,6 @@ def load(folder: Path) -> Loaded:
     found = {name: read(name, parts.get(name, len)) for name in manifest.files}
     weights = untie(found[CONFIG], found[WEIGHTS], folder)
     return Loaded(folder, found[CONFIG], weights, found[MOMENTS], found[STATE], manifest)
-
-
-def untie(settings: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """The weights with the table once, if what ``config.json`` says of the head and what is stored agree."""
-    if own_head(settings, weights, folder) is not None:
-        raise UserError(
-            f"{folder}: the head ({HEAD}) is a table of its own, and this program has models with one table only; "
-            "take a checkpoint with tie_word_embeddings=true"
-        )
-    return {name: tensor for name, tensor in weights.items() if name != HEAD}
-
-
-def own_head(settings: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> Tensor | None:
-    """The head where it is another table than the embedding, None where it is the same.
-
-    UserError where what ``config.json`` says of it and what is stored contradict each other.
-    """
-    tied = settings.get("tie_word_embeddings", False)  # absent: the default of Qwen3 and Llama
-    head, table = weights.get(HEAD), weights.get(TABLE)
-    if table is None:
-        raise UserError(f"{folder / WEIGHTS}: has no {TABLE}; this is no checkpoint of a decoder, take another one")
-    same = head is not None and torch.equal(head, table)
-    if tied and head is not None and not same:
-        raise UserError(
-            f"{folder}: {CONFIG} says tie_word_embeddings=true, but {WEIGHTS} holds a {HEAD} that differs from "
-            f"{TABLE}; remove the tensor if the table is right, or take a checkpoint whose head is its table"
-        )
-    if not tied and head is None:
-        raise UserError(
-            f"{folder}: {CONFIG} says tie_word_embeddings=false, but {WEIGHTS} holds no {HEAD}; "
-            "set it to true if the head is the table, or take a checkpoint that is whole"
-        )
-    return None if tied or same else head
 
 
 @torch.no_grad()

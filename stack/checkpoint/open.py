@@ -13,21 +13,20 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stack.checkpoint import manager as checkpoint
-from stack.checkpoint.manager import CONFIG, HEAD, MANIFEST, TABLE, WEIGHTS
+from stack.checkpoint.manager import MANIFEST
 from stack.config import schema as config
 from stack.config.schema import UserError
+from stack.core.files import read_json
 from stack.model.decoder import Decoder, Trunk
+from stack.model.huggingface import CONFIG, HEAD, TABLE, WEIGHTS, check_kind, model_of, own_head, untie
 from stack.text import tokenizer
-from stack.text.tokenizer import FILES, Tokenizer, read_json
+from stack.text.tokenizer import FILES, Tokenizer
 
 INDEX = f"{WEIGHTS}.index.json"
-NATIVE = "stack_native"
-KINDS = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", NATIVE: "StackDecoder"}
 NO_TENSORS = ".rotary_emb.inv_freq"  # old Llama files store the angles, which follow from rope_theta
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HELP = "a base is a run's folder or name, a checkpoint, or a Hugging Face folder (config.json, model.safetensors)"
@@ -95,11 +94,11 @@ def load_tables(where: str, runs_dir: str, show: Callable[[str], Any] = print) -
     if manifest is None:
         _check_foreign(folder)
     settings, words = read_json(folder / CONFIG), tokenizer.load(folder)
-    _check_kind(settings, folder)
+    check_kind(settings, folder)
     if manifest is not None:
         _check_vocabulary(folder, words, manifest)
     weights = _read_weights(folder, (TABLE, HEAD))
-    head = checkpoint.own_head(settings, weights, folder)
+    head = own_head(settings, weights, folder)
     _check_rows(folder, settings, weights[TABLE])
     _check_tokens(folder, words, len(weights[TABLE]))
     if head is not None and head.shape != weights[TABLE].shape:
@@ -153,7 +152,7 @@ def _foreign(folder: Path) -> Base:
     _check_foreign(folder)
     settings = read_json(folder / CONFIG)
     model = model_of(settings, folder)
-    weights = checkpoint.untie(settings, _read_weights(folder), folder)
+    weights = untie(settings, _read_weights(folder), folder)
     _check_weights(folder, model, settings, weights)
     return Base(folder, model, tokenizer.load(folder), weights, {}, None)
 
@@ -258,115 +257,6 @@ def _no_weights(folder: Path) -> UserError:
     if any(name.endswith((".bin", ".pt", ".pth")) for name in others):
         way_out = "pickle files can run code and are never opened; convert it with transformers' save_pretrained()"
     return UserError(f"{folder}: no {WEIGHTS}, but {_some(others)}; {way_out}")
-
-
-# ---------------------------------------------------------------- config.json
-
-
-def model_of(settings: dict[str, Any], folder: Path) -> config.Model:
-    """The shape that a ``config.json`` describes; UserError names every value that this program does not compute.
-
-    Defaults are those of ``transformers`` for the type; what has a natural one alone may be absent.
-    """
-    kind = _check_kind(settings, folder)
-    refused = _refused(settings, kind)
-    if refused:
-        lines = "\n".join(f"  {line}" for line in refused)
-        raise UserError(f"{folder / CONFIG} describes a model that this program does not compute:\n{lines}")
-    heads, d = settings["num_attention_heads"], settings["hidden_size"]
-    values = {
-        "layers": settings["num_hidden_layers"],
-        "d": d,
-        "heads": heads,
-        "kv_heads": settings.get("num_key_value_heads", 32 if kind == "qwen3" else None) or heads,
-        "head_dim": settings.get("head_dim") or (128 if kind == "qwen3" else d // heads),
-        "ffn": settings["intermediate_size"],
-        "context": settings["max_position_embeddings"],
-        "rope_theta": _theta(settings)[0],
-        "norm_eps": settings["rms_norm_eps"],
-        "qk_norm": settings["qk_norm"] if kind == NATIVE else kind == "qwen3",
-        "init_std": settings.get("initializer_range", 0.02),
-        "zero_init": False,  # of a training that is over
-        "softcap": settings.get("softcap") if kind == NATIVE else None,
-        "scale_input": settings.get("scale_input", False) if kind == NATIVE else False,
-    }
-    try:
-        model = TypeAdapter(config.Model).validate_python(values)
-    except ValidationError as error:
-        found = "; ".join(f"{problem['loc'][-1]}={problem['input']!r}: {problem['msg']}" for problem in error.errors())
-        raise UserError(f"{folder / CONFIG} describes no model: {found}; restore it") from error
-    if model.heads % model.kv_heads:
-        raise UserError(
-            f"{folder / CONFIG}: num_attention_heads={model.heads} is no multiple of "
-            f"num_key_value_heads={model.kv_heads}; restore it"
-        )
-    return model
-
-
-def _check_kind(settings: dict[str, Any], folder: Path) -> str:
-    kind = settings.get("model_type")
-    if kind not in list(KINDS):
-        known = " and ".join(list(KINDS)[:2])
-        raise UserError(f"{folder / CONFIG}: model_type={kind!r}; this program computes {known} only")
-    return kind
-
-
-def _refused(settings: dict[str, Any], kind: str) -> list[str]:
-    """One line for each value that the decoder does not compute: the name, the value, the way out."""
-    needed = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
-    needed += ["max_position_embeddings", "rms_norm_eps"] + ["qk_norm"] * (kind == NATIVE)
-    lines = [f"{key} is missing; restore {CONFIG}" for key in needed if settings.get(key) is None]
-    numbers = [key for key in needed if key != "qk_norm" and settings.get(key) is not None]
-    lines += [f"{key}={settings[key]!r} is no positive number" for key in numbers if not _positive(settings[key])]
-    for key, wanted in WANTED.items():
-        value = settings.get(key)
-        if value not in (None, *wanted):
-            lines.append(f"{key}={value!r}, only {' or '.join(map(repr, wanted))}; {WAY_OUT}")
-    architectures = settings.get("architectures") or [KINDS[kind]]
-    if architectures != [KINDS[kind]]:
-        lines.append(f"architectures={architectures!r}, only {[KINDS[kind]]!r}; {WAY_OUT}")
-    for key in ("quantization_config", "auto_map"):
-        if settings.get(key):
-            lines.append(f"{key}={settings[key]!r}: stored weights or code that only its maker reads; {WAY_OUT}")
-    layers = sorted(set(settings.get("layer_types") or []) - {"full_attention"})
-    if layers:
-        lines.append(f"layer_types holds {layers}, only 'full_attention'; {WAY_OUT}")
-    for key in ("rope_parameters", "rope_scaling"):
-        value = _rope(settings, key)
-        scaled = {name: part for name, part in value.items() if name not in ("rope_type", "type", "rope_theta")}
-        scaled = {name: part for name, part in scaled.items() if (name, part) != ("partial_rotary_factor", 1.0)}
-        kinds = {value.get("rope_type", "default"), value.get("type", "default")}
-        if scaled or kinds != {"default"}:
-            lines.append(f"{key}={value!r}, only the type 'default' without more; {WAY_OUT}")
-    if len(_theta(settings)) > 1:
-        lines.append(f"rope_theta is {' and '.join(map(str, _theta(settings)))} in different places; restore {CONFIG}")
-    return lines
-
-
-WAY_OUT = "take a base without it"
-# The values that the decoder computes; an absent one is Hugging Face's default, which is among them.
-WANTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "use_sliding_window": (False,),
-    "partial_rotary_factor": (1.0,),
-}
-
-
-def _theta(settings: dict[str, Any]) -> list[Any]:
-    """The different values of ``rope_theta``: transformers 4 has it at the top, 5 among ``rope_parameters``."""
-    places = [settings, _rope(settings, "rope_parameters"), _rope(settings, "rope_scaling")]
-    return list(dict.fromkeys(place["rope_theta"] for place in places if place.get("rope_theta") is not None)) or [1e4]
-
-
-def _rope(settings: dict[str, Any], key: str) -> dict[str, Any]:
-    value = settings.get(key) or {}
-    return value if isinstance(value, dict) else {"type": value}
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _some(names: list[str]) -> str:

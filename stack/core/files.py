@@ -1,50 +1,24 @@
-"""What file systems differ in: locks, and bringing files down to the disk.
-
-A lock is the kernel's (``flock``), so it goes with its holder, however that ends. Where a file system has none (some
-network and FUSE mounts), a file beside says who holds it: host, process and when that process began. One of this host
-that is no longer alive holds nothing; of another host nobody can tell from here.
-"""
+"""Files and folders that are whole or not there: written beside, then renamed. Digests and JSON, too."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
+import hashlib
 import json
 import os
-import socket
+import shutil
+import tempfile
+import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
+from stack.core import locks
+from stack.core.errors import UserError
+from stack.core.locks import NOT_OFFERED
 
-
-def take(path: Path, held: ExitStack, show: Callable[[str], None] | None = None) -> str | None:
-    """Take the lock ``path`` until ``held`` closes; who holds it, where somebody else does, and then it is not taken.
-
-    Args:
-        path: the lock file, made where it is not there; its folder is.
-        held: gives the lock back.
-        show: hears that the file system has no locks.
-    """
-    file = held.enter_context(open(path, "a+"))  # noqa: SIM115  closed, and so unlocked, by the stack
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        return file.read().strip() or "a process that has not said which it is"
-    except OSError as error:
-        if error.errno not in NOT_OFFERED:
-            raise
-        if show is not None:
-            show(f"{path.parent} is on a file system without locks ({error.strerror}); {_holder(path)} stands for one")
-        return _take_by_name(_holder(path), held)
-    file.truncate(0)
-    file.write(f"host {socket.gethostname()}, process {os.getpid()}\n")
-    file.flush()
-    return None
+LOCK = "lock"  # of a folder that is being made
+UNLOCKED_S = 86_400.0  # a folder without one that is older than this is made by nobody any more
 
 
 def sync(handle: int) -> bool:
@@ -67,58 +41,65 @@ def sync_path(path: Path) -> bool:
         os.close(handle)
 
 
-def _holder(path: Path) -> Path:
-    return path.with_name(f"{path.name}.holder")
+def sha256(path: Path) -> str:
+    """Hex SHA-256 of a file, in constant memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _take_by_name(path: Path, held: ExitStack) -> str | None:
-    own = {"host": socket.gethostname(), "process": os.getpid(), "began": _began(os.getpid())}
-    while True:
-        try:
-            with open(path, "x", encoding="utf-8") as file:
-                json.dump(own, file)
-        except FileExistsError:
-            other = _read(path)
-            if other is None or other["host"] != own["host"] or _alive(other):
-                return _described(path, other, own["host"])
-            path.unlink(missing_ok=True)
-        else:
-            held.callback(path.unlink, missing_ok=True)
-            return None
+def replace(path: Path, data: bytes | str, *, durable: bool = False) -> None:
+    """Give a file this content, whole or not at all; text is written as UTF-8.
+
+    ``durable``: it is on the disk before the old content goes.
+    """
+    beside = path.with_name(f".{path.name.removeprefix('.')}.partial")
+    try:
+        with open(beside, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            if durable:
+                file.flush()
+                sync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """The holder that a file names; None where it names none."""
+def create_folder(folder: Path, make: Callable[[Path], Any]) -> None:
+    """``make`` a folder with a ``manifest.json`` beside, then give it its name: it stands there whole or not at all.
+
+    What killed processes left beside is cleared.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(".*-*/"):
+        _clear(left)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside, ExitStack() as held:
+        locks.take(Path(beside) / LOCK, held)
+        make(Path(beside) / "made")
+        if not (folder / "manifest.json").is_file():  # nobody else was quicker
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(Path(beside) / "made", folder)
+
+
+def _clear(left: Path) -> None:
+    """Remove a folder that :func:`create_folder` began, if nobody is at work in it."""
+    with ExitStack() as held, suppress(OSError):  # somebody else clears it, too
+        locked = (left / LOCK).is_file()
+        age = time.time() - left.stat().st_mtime
+        if age > UNLOCKED_S if not locked else locks.take(left / LOCK, held) is None:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; UserError where it holds none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {"host": str(found["host"]), "process": int(found["process"]), "began": found["began"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}; restore or remove it") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no JSON object; restore or remove it")
+    return found
 
 
-def _described(path: Path, other: dict[str, Any] | None, here: str) -> str:
-    if other is None:
-        return f"a process that has not said which it is (remove {path} if there is none)"
-    gone = "" if other["host"] == here else f" (remove {path} if it has ended)"
-    return f"host {other['host']}, process {other['process']}{gone}"
-
-
-def _alive(other: dict[str, Any]) -> bool:
-    """Whether a process of this host still is the one that it was."""
-    if other["began"] is not None:
-        return _began(other["process"]) == other["began"]
-    with contextlib.suppress(PermissionError):  # of another user, but there
-        try:
-            os.kill(other["process"], 0)
-        except ProcessLookupError:
-            return False
-    return True
-
-
-def _began(process: int) -> str | None:
-    """What tells a process from every other one that has had its number: the boot, and the clock ticks since."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path(f'/proc/{process}/stat').read_text().rpartition(')')[2].split()[19]}"
-    except OSError:
-        return None
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """A JSON object into a file, whole or not at all, for people to read, too."""
+    replace(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -28,6 +28,7 @@ import numpy as np
 from stack.config import schema as config
 from stack.config.schema import UserError
 from stack.core import files as disk
+from stack.core import locks
 from stack.data import formats
 from stack.data import sources as corpus
 from stack.data.encoding import Content, Encode, Encoded, encoder, id_dtype
@@ -250,7 +251,7 @@ def _locked(path: Path, show: Callable[[str], None]) -> Iterator[None]:
     told = False
     while True:
         with ExitStack() as held:
-            if (other := disk.take(path, held, None if told else show)) is None:
+            if (other := locks.take(path, held, None if told else show)) is None:
                 yield
                 return
         if not told:

@@ -6,7 +6,6 @@ conversation is right when all of its turns are.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from stack.config.schema import Conversations, FineTune, TalkSource, UserError
+from stack.core.files import read_json, write_json
 from stack.core.ranks import ALONE, Ranks
 from stack.data.holding_out import rule_of
 from stack.data.sources import documents
 from stack.evaluation.generate import generate
 from stack.model.decoder import Decoder
 from stack.text import conversation
-from stack.text.tokenizer import Tokenizer, read_json, write_json
+from stack.text.tokenizer import Tokenizer
 
 KEPT = "questions.json"  # in the run's folder
 BATCH = 128  # questions answered at a time; of similar length, so that little is padding
@@ -71,9 +71,7 @@ def of_run(
     except UserError as error:
         show(f"no held-out conversation is answered: {error}")
         return []
-    beside = path.with_name(f".{path.name}.partial")
-    write_json(beside, {"each": each, "questions": asked})
-    os.replace(beside, path)
+    write_json(path, {"each": each, "questions": asked})
     return asked
 
 

@@ -7,7 +7,7 @@ parting is complete, so its sums add up to those of the whole. Figures, beside `
 ``loss_at_0032_0063``                      of targets behind so many tokens of their own segment: the 33rd to 64th; a
                                            segment starts anew at 0, wherever in the window it stands; 8 buckets
 ``loss_length_0064_0255``                  of targets of documents of so many tokens, the ``<|endoftext|>`` counted
-``loss_class_rare``                        of targets whose row is of this class, :data:`stack.observe.table.CLASSES`
+``loss_class_rare``                        of targets whose row is of this class of :mod:`stack.vocabulary.classes`
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stack.core.ranks import Ranks
 from stack.data.batches import IGNORED, Batch, Windows
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder
-from stack.observe.table import CLASSES
+from stack.vocabulary.classes import CLASSES
 
 POSITIONS = 8  # buckets of the window, as equal as they can be
 LENGTHS = (0, 64, 256, 1024, 4096)  # where the buckets of lengths begin; the last has no end
@@ -100,7 +100,7 @@ def validate(
         chunk_tokens: tokens whose logits exist at one time.
         ranks: each takes every ``world``-th micro-batch; sums are added over them.
         device: where the model is.
-        classes: of every row, int64 [V], as :func:`stack.observe.table.classify` gives them.
+        classes: of every row, int64 [V], as :func:`stack.vocabulary.classes.classify` gives them.
         progress: hears after each micro-batch how many windows are done, of how many.
     """
     labels = {"source": windows.split.sources, "at": _positions(windows.window), "length": _lengths()}

@@ -11,8 +11,9 @@ import numpy as np
 
 from stack.checkpoint.manager import MANIFEST, STATE, Manifest, read_manifest
 from stack.config.schema import UserError
+from stack.core.files import read_json
 from stack.data.packing import Packed, open_packed
-from stack.text.tokenizer import Tokenizer, read_json
+from stack.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ A look becomes one row of ``metrics.jsonl``. Its keys are ``rows/WHAT``, or ``ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -47,11 +47,9 @@ from torch import Tensor
 from stack.core.ranks import Ranks
 from stack.data.batches import IGNORED, Batch
 from stack.model.embedding import Table
-from stack.text.tokenizer import Tokenizer
 from stack.training.optim import Optimizers
+from stack.vocabulary.classes import CLASSES
 
-CLASSES = ("never", "rare", "frequent", "reserved", "control", "added")
-RARE = 100  # occurrences in the packed training split; fewer are rare
 BINS = 32
 
 Statistic = Callable[[np.ndarray], Any]
@@ -63,31 +61,13 @@ QUANTILES: dict[str, Statistic] = {
 SUMMARY: dict[str, Statistic] = {"mean": np.mean, "p50": np.median, "max": np.max}
 
 
-def classify(counts: np.ndarray, words: Tokenizer, added: Sequence[int] = ()) -> np.ndarray:
-    """The class of every row, as its number in ``CLASSES``, int64 [V]; each row is in one.
-
-    Reserved tokens first, then those that growth has ``added``, other control tokens, and plain tokens by how often
-    they occur.
-
-    Args:
-        counts: occurrences of every id in the packed training split, int64 [V].
-        words: the vocabulary.
-        added: rows that growth initialized; those that fill the table up are reserved.
-    """
-    of = np.digitize(counts, (1, RARE))
-    of[list(words.control.values())] = CLASSES.index("control")
-    of[list(added)] = CLASSES.index("added")
-    of[list(words.reserved)] = CLASSES.index("reserved")
-    return of
-
-
 class Rows:
     """Looks at a table while it is trained.
 
     Args:
         table: embedding and head of the model.
         optimizers: have its moments.
-        classes: as :func:`classify` gives them; None: all rows are one class.
+        classes: as :func:`stack.vocabulary.classes.classify` gives them; None: all rows are one class.
         ranks: this process among others; every one calls all methods at the same steps.
         every: steps between two looks; 0: none.
     """

@@ -11,15 +11,11 @@ import hashlib
 import heapq
 import json
 import math
-import os
 import re
-import shutil
-import tempfile
 import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +25,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trai
 
 from stack.config import schema as config
 from stack.config.schema import UserError
-from stack.core import files as disk
+from stack.core.files import create_folder, read_json, write_json
 from stack.data.holding_out import rule_of
 from stack.data.sources import Known, documents, look, uniform
 from stack.text.portions import PORTION, portions
@@ -61,8 +57,6 @@ RARE = {byte: re.escape(chr(byte)) for byte in (*range(0x20), 0x7F) if chr(byte)
 RARE |= {0xF1: "\U00040000-\U0007ffff", 0xF2: "\U00080000-\U000bffff", 0xF4: "\U00100000-\U0010ffff"}
 AT_A_TIME = 8 * PORTION  # characters that the library encodes together, in some 250 MB of memory
 READ = 4  # the sample is drawn from the first READ * sample_mb of each source, since a hub set may have no end
-LOCK = "lock"  # of a folder that is being made
-UNLOCKED_S = 86_400.0  # so old is a folder without one that nobody makes any more
 MEASURED_MB = 1.0  # held-out text of each source on which bytes per token are measured
 
 
@@ -382,7 +376,7 @@ def train(settings: config.Tokenizer, data: config.Data, root: Path, show: Calla
         found = load(folder)
         show(f"tokenizer {folder.name}: {found.vocab_size:,} entries, already trained")
         return found
-    appear(folder, lambda beside: _make(beside, settings, data, known, inputs, show))
+    create_folder(folder, lambda beside: _make(beside, settings, data, known, inputs, show))
     return load(folder)
 
 
@@ -399,31 +393,6 @@ def _saw_all(folder: Path) -> bool:
     path = folder / "manifest.json"
     manifest = read_json(path) if path.is_file() else {"held_out": None}
     return "held_out" not in manifest and not manifest.get("bytes_per_token")
-
-
-def appear(folder: Path, make: Callable[[Path], Any]) -> None:
-    """``make`` a folder with a ``manifest.json`` beside, then give it its name: it stands there whole or not at all.
-
-    What killed processes left beside is cleared.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(".*-*/"):
-        _clear(left)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside, ExitStack() as held:
-        disk.take(Path(beside) / LOCK, held)
-        make(Path(beside) / "made")
-        if not (folder / "manifest.json").is_file():  # nobody else was quicker
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(Path(beside) / "made", folder)
-
-
-def _clear(left: Path) -> None:
-    """Remove a folder that :func:`appear` began, if nobody is at work in it."""
-    with ExitStack() as held, suppress(OSError):  # somebody else clears it, too
-        locked = (left / LOCK).is_file()
-        age = time.time() - left.stat().st_mtime
-        if age > UNLOCKED_S if not locked else disk.take(left / LOCK, held) is None:
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def _padded(found: Tokenizer) -> Tokenizer:
@@ -618,19 +587,3 @@ def _escaped(character: str) -> str:
 def quoted(text: str | None) -> str:
     """The text of a token as tables show it; None is that of a row that has no token."""
     return "(none)" if text is None else f'"{text}"'
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; UserError where it holds none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}; restore or remove it") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds no JSON object; restore or remove it")
-    return found
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """A JSON object into a file, for people to read, too."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

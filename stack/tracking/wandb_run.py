@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from stack.config.schema import FineTune, Run, Track, UserError, is_given, plain
+from stack.core import files
 from stack.tracking.metrics import MEASURED
 
 if TYPE_CHECKING:
@@ -396,7 +397,5 @@ def _id(folder: Path) -> str:
     if path.exists():
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
     made = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
-    beside = folder / ".wandb.json.partial"
-    beside.write_text(json.dumps({"id": made}) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    files.replace(path, json.dumps({"id": made}) + "\n")
     return made

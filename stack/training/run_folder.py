@@ -20,7 +20,7 @@ import yaml
 from stack.checkpoint import manager as checkpoint
 from stack.config.arguments import Kind, hint_of, kind_of
 from stack.config.schema import LENGTHS, Config, FineTune, Run, UserError, keys_at, plain
-from stack.core import files as disk
+from stack.core import files, locks
 from stack.core.ranks import Ranks
 
 # What may change when a run goes on: who computes and how it is shown, when something is looked at, and a later end.
@@ -120,12 +120,12 @@ def locked(folder: Path, ranks: Ranks, show: Callable[[str], None] = print) -> I
 
 def _lock(folder: Path, held: ExitStack, show: Callable[[str], None]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    if (other := disk.take(folder / ".lock", held, show)) is not None:
+    if (other := locks.take(folder / ".lock", held, show)) is not None:
         raise UserError(
             f"another job is at work in {folder}: {other}; "
             "wait for it, stop it, or give this one its own folder with name=…"
         )
-    if not (disk.sync_path(folder) and disk.sync_path(folder / ".lock")):
+    if not (files.sync_path(folder) and files.sync_path(folder / ".lock")):
         show(
             f"{folder} is on a file system that cannot be told to write to the disk: a power cut may cost a checkpoint"
         )
@@ -218,9 +218,7 @@ def begin(folder: Path, config: Run, start: Start, resolved: dict[str, Any], sho
         show(f"going back to step {start.step}: {len(later)} later checkpoints are moved to {aside}")
     resolved = resolved | {"length": _length(config)}
     text = yaml.safe_dump({**plain(config), "resolved": resolved}, sort_keys=False, allow_unicode=True)
-    beside = folder / ".config.yaml.partial"
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, folder / "config.yaml")
+    files.replace(folder / "config.yaml", text)
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:

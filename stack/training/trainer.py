@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from stack.checkpoint import manager as checkpoint
 from stack.config.schema import Conversations, Run, UserError, command
 from stack.core import machine
+from stack.core.files import write_json
 from stack.core.ranks import SHARED, Ranks
 from stack.data.batches import Batch, Batches, Windows
 from stack.evaluation import answers
@@ -39,7 +40,7 @@ from stack.observe.page import page
 from stack.observe.table import Rows
 from stack.parallel import wrap as parallel
 from stack.text import conversation
-from stack.text.tokenizer import Tokenizer, write_json
+from stack.text.tokenizer import Tokenizer
 from stack.tracking.metrics import Display, Metrics, Tracker, duration
 from stack.tracking.wandb_run import WandbRun
 from stack.training import run_folder

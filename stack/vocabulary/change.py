@@ -21,12 +21,13 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from stack.checkpoint.manager import HEAD, TABLE
 from stack.config.schema import UserError
+from stack.core.files import create_folder, read_json, write_json
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder
+from stack.model.huggingface import HEAD, TABLE
 from stack.text import tokenizer
-from stack.text.tokenizer import MULTIPLE, RESERVED, RESERVED_TEXT, Tokenizer, appear, read_json, write_json
+from stack.text.tokenizer import MULTIPLE, RESERVED, RESERVED_TEXT, Tokenizer
 
 FORMAT = 1  # raise it when the same base and tokens are to give another vocabulary
 INITIALIZER = "mean of the live old rows"
@@ -125,7 +126,7 @@ def grow_tokenizer(
     hexes = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:8]
     folder = root / "tokenizers" / f"chat-{hexes}"
     if not (folder / "manifest.json").is_file():
-        appear(folder, lambda beside: _make(beside, words, growth, inputs))
+        create_folder(folder, lambda beside: _make(beside, words, growth, inputs))
     grown = tokenizer.load(folder).ending(words.stops)
     assert grown.vocab_size == growth.new_rows and grown.vocab_size % MULTIPLE == 0 and growth.new_rows >= num_rows
     return grown, replace(growth, new_vocabulary=grown.digest)

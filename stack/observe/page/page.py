@@ -6,7 +6,6 @@ content security policy in the page forbids it to load or run anything, whatever
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from stack.core import files
 from stack.observe.page import facts, figures, learning, memory, pictures, record, rows
 from stack.observe.page.parts import Picture, Section, Table
 from stack.observe.page.record import Record
@@ -45,12 +45,7 @@ def write(folders: Sequence[Path], out: Path) -> Path:
     pictures.available()
     text = html([record.read(folder) for folder in folders])
     out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.with_name(f".{out.name}.partial")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, out)
-    finally:
-        beside.unlink(missing_ok=True)
+    files.replace(out, text)
     return out
 
 

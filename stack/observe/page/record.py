@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from stack.checkpoint import manager as checkpoint
-from stack.checkpoint.manager import TABLE, WEIGHTS, Manifest
+from stack.checkpoint.manager import Manifest
 from stack.config.schema import UserError
+from stack.model.huggingface import TABLE, WEIGHTS
 from stack.observe import rows_audit as audit
 from stack.text.tokenizer import quoted
 from stack.training import run_folder

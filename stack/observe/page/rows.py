@@ -14,7 +14,7 @@ from stack.observe.page.parts import Picture, Section, Table, add, curve, finite
 from stack.observe.page.pictures import Histogram, Line
 from stack.observe.page.record import AuditRow, Record
 from stack.observe.rows_audit import SHOWN
-from stack.observe.table import CLASSES  # each has its colour
+from stack.vocabulary.classes import CLASSES  # each has its colour
 
 AT_ONCE = 15  # rows of the audit that are shown before more are asked for
 LOOKS = {
