@@ -83,8 +83,7 @@ def test_a_closed_terminal(root: Path, hears: bool) -> None:
         import termios
 
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        if not hears:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL if hears else signal.SIG_IGN)  # these tests may run under nohup
 
     steps = "train.steps=100000" if hears else STEPS
     job = subprocess.Popen(

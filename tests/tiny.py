@@ -153,7 +153,8 @@ def _in_child(work: Callable[..., object], args: tuple[object, ...], log: str, e
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(env)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored …
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # … and what runs under nohup this one
     work(*args)
 
 
