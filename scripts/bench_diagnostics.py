@@ -25,14 +25,15 @@ import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
 
-from stack import train
+from stack import job, train
 from stack.config import schema as config
 from stack.config.schema import Config
-from stack.core.ranks import Ranks
-from stack.model.decoder import Decoder
-from stack.tracking.metrics import Display
-from stack.training import run_folder
-from stack.training.optim import lr_factor
+from stack.core.ranks import ALONE
+from stack.tracking.metrics import Display, Tracker
+from stack.training.prepare import prepare_data
+from stack.training.run_folder import FRESH
+from stack.training.signals import Signals
+from stack.training.state import State
 from stack.training.trainer import Trainer
 
 OFF = ("diagnostics.rows_every=0", "track.mode=disabled")
@@ -40,32 +41,25 @@ ROUNDS = 30
 TARGET = 1.02
 
 
-def trainer(folder: str, *more: str) -> Trainer:
-    """A trainer before its first step, as :meth:`Trainer.run` has it."""
+def begun(folder: str, *more: str) -> tuple[Trainer, Tracker]:
+    """A trainer before its first step, as :meth:`stack.job.Job.train` has it, and its record."""
     with initialize_config_dir(config.CONF, version_base="1.3"):
         c = config.typed(compose("train", overrides=["checkpoint.every=0", *sys.argv[1:], f"runs_dir={folder}", *more]))
     assert isinstance(c, Config)
-    here, display = Ranks(), Display(False)
-    words, packed = train.stages(c, here, Display(True))
-    model = Decoder(c.model, words.vocab_size, seed=c.seed)
-    named = train.identity(c, words, packed)
-    made = Trainer(c, model, train.split(c, packed, words), words, named, here, display)
-    run_folder.folder_of(c).mkdir(parents=True)
-    made.prepare(run_folder.Start())
-    made.metrics = made._tracker(c.track.mode)
-    return made
+    tokenizer, packed = prepare_data(c, ALONE, Display(True).show)
+    own, made = job.Job(c, "cpu", ALONE, Display(False), FRESH), train.learnt_from(c, tokenizer, packed)
+    own.folder.mkdir(parents=True)
+    start = job.begin(own, made)
+    tracker = own.tracker(start, c.track.mode)
+    hooks = job.hooks_of(own, made, start, tracker)
+    return Trainer(start.step, made.train, State(), start.steps, hooks.all, Signals()), tracker
 
 
 def turn(t: Trainer, step: int) -> tuple[float, float]:
     """One step of the loop: seconds of processor, and by the clock."""
     used, begin = time.process_time(), time.perf_counter()
     t.state.step = step
-    batches, factor = t.micro_batches(step), lr_factor(t.config.schedule, step, t.steps)
-    result = t.step(step, batches, factor)
-    t._account(result)
-    t.rows.saw(batches)
-    t._log(result, factor, time.perf_counter() - begin, 0.0)
-    t._periodic(stopping=False)
+    t.advance(t.micro_batches(step), begin, 0.0)
     return time.process_time() - used, time.perf_counter() - begin
 
 
@@ -74,8 +68,11 @@ def main() -> None:
     torch.set_num_threads(1)
     draw = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
-        both = trainer(folder, "name=off", *OFF), trainer(folder, "name=on", "track.mode=offline")
-        every = both[1].config.diagnostics.rows_every
+        (off, off_record), (on, on_record) = (
+            begun(folder, "name=off", *OFF),
+            begun(folder, "name=on", "track.mode=offline"),
+        )
+        both, every = (off, on), on.step.config.diagnostics.rows_every
         for step in (0, every - 1):  # the first ones have memory to get
             turn(both[0], step), turn(both[1], step)
         seconds = np.zeros((ROUNDS, 2, 2, 2))  # round; due or not; off or on; processor or clock
@@ -84,8 +81,7 @@ def main() -> None:
             for place in draw.permutation(4):
                 idle, on = divmod(int(place), 2)
                 seconds[number, idle, on] = turn(both[on], due - idle)
-        for each in both:
-            each.metrics.close(0)
+        off_record.close(0), on_record.close(0)
         rows = (Path(folder) / "on/metrics.jsonl").read_text().splitlines()
         looks = [len(row) for row in rows if "rows/norm_p50" in row]
         assert len(looks) == ROUNDS + 1

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -26,14 +27,13 @@ from torch.profiler import ProfilerActivity, profile
 from stack.config import schema as config
 from stack.config.schema import Config
 from stack.core import machine
-from stack.core.ranks import Ranks
+from stack.core.ranks import ALONE
 from stack.data.batches import Batches
-from stack.data.packing import Split as TextSplit
-from stack.evaluation.validation import to_device
+from stack.data.packing import Split
 from stack.model.decoder import Decoder
 from stack.observe import memory
-from stack.tracking.metrics import Display
-from stack.training.trainer import Split, Trainer
+from stack.training.length import dry_step
+from stack.training.trainer import Step, micro_batches, to_device
 
 COMMON = ("device=cpu", "precision=float32", "compile=off", "model.context=512", "train.window=512", "model.kv_heads=2")
 SIZES = {
@@ -52,51 +52,51 @@ SIZES = {
 }  # fmt: skip
 
 
-def trainer_of(arguments: tuple[str, ...]) -> Trainer:
-    """A trainer of these settings, in a process that counts from here on."""
+def step_of(arguments: tuple[str, ...]) -> tuple[Step, Batches]:
+    """What takes steps of these settings, in a process that counts from here on, and what it learns from."""
     with initialize_config_dir(config.CONF, version_base="1.3"):
         c = config.typed(compose("train", overrides=[*COMMON, *arguments]))
     import torch._dynamo  # noqa: F401  the optimizers import it: a part of the program
 
     machine.program_memory()
-    return bare_trainer(c)
+    return bare_step(c)
 
 
-def bare_trainer(c: Config) -> Trainer:
-    """A trainer of any size on random ids, without tokenizer and files; every window is one whole segment."""
+def bare_step(c: Config) -> tuple[Step, Batches]:
+    """Steps of any size on random ids, without tokenizer and files; every window is one whole segment."""
     t, rows = c.train, c.tokenizer.vocab_size
     ids = np.random.default_rng(0).integers(2, rows, 4 * t.global_batch * (t.window + 1)).astype(np.uint16)
     lengths = np.full(4 * t.global_batch, t.window)
-    text = TextSplit("train", lengths, np.arange(len(lengths)) * t.window, 1, (ids,), np.zeros(1, dtype=np.int64))
+    text = Split("train", lengths, np.arange(len(lengths)) * t.window, 1, (ids,), np.zeros(1, dtype=np.int64))
     train = Batches(text, window=t.window, global_batch=t.global_batch, seed=0, pad_id=1)
-    model = Decoder(c.model, rows, seed=c.seed)
-    return Trainer(c, model, Split(train, train, None), None, {}, Ranks(), Display(False))  # type: ignore[arg-type]
+    return Step(c, Decoder(c.model, rows, seed=c.seed), ALONE), train
 
 
 def resident(arguments: tuple[str, ...], out: str) -> None:
     """What the process takes beyond the program."""
-    trainer = trainer_of(arguments)
-    trainer.dry_step()
-    for step in range(4):
-        trainer.step(step, trainer.micro_batches(step), 1.0)
+    step, train = step_of(arguments)
+    c, measured = step.config, partial(memory.measure, step.model)
+    dry_step(step, train, lambda one: measured(step.optimizers.moments(), to_device(one, "cpu")))
+    for number in range(4):
+        step(number, micro_batches(train, train.windows_of(number), step), 1.0)
     found = {"peak": machine.memory_figures("cpu")["peak_gb"] * 1e9}
-    inputs = to_device(trainer.micro_batches(0)[0], "cpu")
-    found |= memory.measure(trainer.model, trainer.optimizers.moments(), inputs)
-    trainer.wrapped(*inputs, trainer.loss).backward()
-    found["gradients"] = sum(p.grad.nbytes for p in trainer.model.parameters())
-    planned = asdict(trainer.plan) | {"tensors": trainer.plan.tensors, "peak": trainer.plan.peak}
-    Path(out).write_text(json.dumps([planned, found]))
+    inputs = to_device(micro_batches(train, train.windows_of(0), step)[0], "cpu")
+    found |= measured(step.optimizers.moments(), inputs)
+    step.wrapped(*inputs, step.loss).backward()
+    found["gradients"] = sum(p.grad.nbytes for p in step.model.parameters())
+    plan = memory.plan_memory(c.model, c, c.tokenizer.vocab_size, "cpu", c.train.largest_forward(1))
+    Path(out).write_text(json.dumps([asdict(plan) | {"tensors": plan.tensors, "peak": plan.peak}, found]))
 
 
 def tensors(arguments: tuple[str, ...], out: str) -> None:
     """The most bytes of tensors that live at one time: in a step, and in its loss alone."""
-    trainer = trainer_of(arguments)
-    trainer.step(0, trainer.micro_batches(0)[:1], 0.0)  # makes the moments
-    standing = sum(x.nbytes for x in (*trainer.model.parameters(), *trainer.optimizers.moments().values()))
-    table, t = trainer.model.table, trainer.loss
-    batch = trainer.micro_batches(0)
+    step, train = step_of(arguments)
+    batch = micro_batches(train, train.windows_of(0), step)
+    step(0, batch[:1], 0.0)  # makes the moments
+    standing = sum(x.nbytes for x in (*step.model.parameters(), *step.optimizers.moments().values()))
+    table, t = step.model.table, step.loss
     hidden = torch.randn(*batch[0].ids.shape, table.weight.shape[1], requires_grad=True)
-    found = {"tensors": standing + live(lambda: trainer.step(0, batch, 0.0))[1]}
+    found = {"tensors": standing + live(lambda: step(0, batch, 0.0))[1]}
 
     def loss() -> None:
         table.loss(hidden, batch[0].targets, impl=t.impl, chunk_tokens=t.chunk_tokens, z_loss=t.z_loss).backward()

@@ -76,10 +76,10 @@ def _steps(root: str, out: str) -> None:
             first = len(shares[0])
             mine = mine[:first] if here.main else mine[first:]
             longest = max(len(share) for share in shares)
-            mine += [trainer.split.train.padding()] * (longest - len(mine))
+            mine += [trainer.train.padding()] * (longest - len(mine))
             spy = Spy(trainer)
             result = trainer.step(0, mine, 1.0)
-            trainer.optimizers = optimizers
+            trainer.take.optimizers = optimizers
             found[name] = (result.loss, result.norm, result.tokens, result.taken, spy.gradients)
         for step in range(3):  # real updates: both ranks stay the same model
             trainer.step(step, trainer.micro_batches(step), 1.0)

@@ -18,6 +18,7 @@ from stack.evaluation.validation import to_device
 from stack.model.decoder import Decoder
 from stack.model.loss import linear_cross_entropy
 from stack.observe import memory
+from stack.training.trainer import micro_batches
 
 check_memory = tiny.script("check_memory")
 
@@ -49,9 +50,9 @@ def _measure(arguments: list[str], out: str) -> None:
     torch.set_num_threads(1)
     c = tiny.configure(*arguments)
     before = resident("RssAnon")
-    trainer = check_memory.bare_trainer(c)
-    for step in range(2):
-        trainer.step(step, trainer.micro_batches(step), 1.0)
+    step, train = check_memory.bare_step(c)
+    for number in range(2):
+        step(number, micro_batches(train, train.windows_of(number), step), 1.0)
     Path(out).write_text(json.dumps(resident("VmHWM") - resident("RssFile") - before))
 
 
@@ -109,11 +110,11 @@ def test_it_is_told_before_anything_is_built(tmp_path: Path) -> None:
 def test_parameters_and_moments_are_exact(tmp_path: Path) -> None:
     for kind in ("muon", "adamw"):
         c = tiny.configure(*tiny.settings(tmp_path, f"optim={kind}"))
-        trainer = check_memory.bare_trainer(c)
+        step, train = check_memory.bare_step(c)
         plan = memory.plan_memory(c.model, c, c.tokenizer.vocab_size, "cpu", 1)
-        trainer.step(0, trainer.micro_batches(0), 1.0)
-        assert plan.parameters == plan.gradients == sum(p.nbytes for p in trainer.model.parameters())
-        assert plan.moments == sum(m.nbytes for m in trainer.optimizers.moments().values() if m.dim())
+        step(0, micro_batches(train, train.windows_of(0), step), 1.0)
+        assert plan.parameters == plan.gradients == sum(p.nbytes for p in step.model.parameters())
+        assert plan.moments == sum(m.nbytes for m in step.optimizers.moments().values() if m.dim())
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import old_runs
 import pytest
+import tiny
 import yaml
 
 from stack.checkpoint import manager as checkpoint
@@ -15,7 +16,6 @@ from stack.config.schema import UserError, keys_at, plain
 from stack.observe.page import page
 from stack.training import run_folder
 from stack.training.run_folder import BEFORE, FREE, flatten
-from stack.training.trainer import State
 
 RUNS = [(old_runs.OLDER, "tiny"), (old_runs.OLD, "tiny"), (old_runs.OLD, "talk")]
 # The settings of a source in the first version that is kept here: its runs name no source, so they cannot tell.
@@ -124,14 +124,19 @@ def test_the_page_of_an_old_run_shows_what_it_lacks(tmp_path: Path) -> None:
     assert re.search(r"diagnostics.rows_every\D*0\b", text)
 
 
-def test_the_state_of_an_older_version_loads_and_that_of_a_newer_one_is_told(tmp_path: Path) -> None:
-    folder = old_runs.HERE / old_runs.OLDER / "runs/tiny/checkpoints/step-00000003"
-    loaded = checkpoint.load(folder)
-    assert "seen" not in loaded.state
-    assert State.of(loaded) == State(3, loaded.state["tokens"], metrics_offset=loaded.state["metrics_offset"])
-    loaded.state["later"] = 1
+def test_the_state_of_an_older_version_loads_and_that_of_a_newer_one_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(old_runs.copy(old_runs.OLDER, tmp_path / "project"))
+    c = old_runs.configure("tiny")
+    bench = tiny.trainer(c)
+    begun = bench.begin(run_folder.start_of(bench.folder, c, print))
+    assert begun.start_step == 3 and "seen" not in begun.saved
+    hooks = job.hooks_of(bench.job, bench.made, begun, None).all
+    where = f"{bench.job.start.checkpoint}/{checkpoint.STATE}"
+    assert state_of(begun.saved, hooks, where) == State(3, begun.saved["tokens"])
     with pytest.raises(UserError, match=r"training/state.json holds later, which this version does not know; a newer"):
-        State.of(loaded)
+        state_of(begun.saved | {"later": 1}, hooks, where)
 
 
 def test_a_manifest_of_a_newer_format_is_no_damage(tmp_path: Path) -> None:

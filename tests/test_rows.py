@@ -24,8 +24,6 @@ from stack.data.batches import IGNORED, Batch
 from stack.model.huggingface import TABLE
 from stack.observe.table import BINS, histogram
 from stack.text import tokenizer
-from stack.training import run_folder
-from stack.training.trainer import Trainer
 from stack.vocabulary.classes import CLASSES, classify
 
 SUPERVISED = (1, 2, 3, 10, 7, 16)
@@ -38,18 +36,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.packed(tmp_path_factory.mktemp("rows"))
 
 
-def watched(root: Path, *more: str, here: Ranks | None = None) -> Trainer:
+def watched(root: Path, *more: str, here: Ranks | None = None) -> tiny.Bench:
     """A trainer whose first steps are looked at, and whose table and norms are not those of the initialization."""
     trainer = tiny.trainer(tiny.configure(*tiny.settings(root, *STEP, *more)), here)
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in trainer.model.parameters():
             p.add_(torch.randn(p.shape, generator=draw) * 0.1)
-    trainer.steps = 100
+    trainer.rows.steps = 100
     return trainer
 
 
-def split_of(trainer: Trainer, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+def split_of(trainer: tiny.Bench, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of the table by path, as one step finds it."""
     inner, found = trainer.rows.gradient_paths, []
 
@@ -64,7 +62,7 @@ def split_of(trainer: Trainer, batches: list[Batch]) -> tuple[torch.Tensor, torc
     return found[0]
 
 
-def formula(trainer: Trainer, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+def formula(trainer: tiny.Bench, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of an untied copy of the model, written out in float64: embedding and head apart."""
     m, z = trainer.model.config, trainer.config.train.z_loss
     w = {name: p.detach().double() for name, p in trainer.model.named_parameters()}
@@ -137,10 +135,9 @@ def _split(root: str, out: str) -> None:
     with ranks("ddp", "cpu") as here:
         trainer = watched(Path(root), "parallel=ddp", here=here)
         batches = rows(*SUPERVISED)
-        mine = grouped(batches[:2], 1) if here.main else [*grouped(batches[2:], 4), trainer.split.train.padding()]
+        mine = grouped(batches[:2], 1) if here.main else [*grouped(batches[2:], 4), trainer.train.padding()]
         both = split_of(trainer, mine)
-        trainer.rows.saw(mine)
-        torch.save((both, trainer.rows.figures()), f"{out}/{here.rank}.pt")
+        torch.save((both, trainer.look(trainer.result, mine)), f"{out}/{here.rank}.pt")
 
 
 def test_two_ranks_find_what_one_process_finds(root: Path, tmp_path: Path) -> None:
@@ -150,9 +147,7 @@ def test_two_ranks_find_what_one_process_finds(root: Path, tmp_path: Path) -> No
     trainer, batches = watched(root), rows(*SUPERVISED)
     assert_close(found, formula(trainer, batches))
     assert all(torch.equal(a, b) for a, b in zip(found, other, strict=True)) and nothing == {}
-    trainer.step(0, grouped(batches, 3), 1.0)
-    trainer.rows.saw(batches)
-    alone = trainer.rows.figures()
+    alone = trainer.look(trainer.step(0, grouped(batches, 3), 1.0), batches)
     assert alone.keys() == look.keys()
     plain = [key for key, value in alone.items() if not isinstance(value, dict)]
     assert [look[key] for key in plain] == pytest.approx([alone[key] for key in plain], rel=1e-4, abs=1e-7)
@@ -165,10 +160,10 @@ def test_a_look_changes_no_bit_of_weights_and_moments(root: Path, kind: str) -> 
         trainer = tiny.trainer(
             tiny.configure(*tiny.settings(root, f"optim={kind}", "train.clip=0.1", f"diagnostics.rows_every={every}"))
         )
-        trainer.steps, looks = 100, 0
+        trainer.rows.steps, looks = 100, 0
         for step in range(4):
             result = trainer.step(step, trainer.micro_batches(step), 1.0)
-            looks += bool(trainer.rows.figures())
+            looks += bool(trainer.look(result, []))
         assert looks == (4 // every if every else 0)
         found.append((snapshot(trainer), result))
     assert found[0] == found[1] == found[2]
@@ -177,7 +172,7 @@ def test_a_look_changes_no_bit_of_weights_and_moments(root: Path, kind: str) -> 
 def test_the_figures_are_those_of_their_definitions(root: Path) -> None:
     """Every statistic once more, by numpy from the tables before and after, full logits and the float64 formula."""
     trainer = watched(root)
-    model, of = trainer.model, trainer.split.classes
+    model, of = trainer.model, trainer.made.classes
     assert of is not None and len(set(of)) >= 3
     for step, batches in enumerate(steps := (rows(1, 2, 3, 10), rows(*SUPERVISED))):  # the second finds moments
         before = model.table.weight.detach().double().numpy().copy()
@@ -188,9 +183,7 @@ def test_the_figures_are_those_of_their_definitions(root: Path) -> None:
             chosen = hidden[batch.targets != IGNORED].double().numpy() @ before.T
             mass += (np.exp(chosen) / np.exp(chosen).sum(1, keepdims=True)).sum(0)
         mass /= sum(batch.num_targets for batch in batches)
-        trainer.step(step, batches, 1.0)
-        trainer.rows.saw(batches)
-        look = trainer.rows.figures()
+        look = trainer.look(trainer.step(step, batches, 1.0), batches)
     after = model.table.weight.detach().double().numpy()
     moments = trainer.optimizers.moments()
     mean = after.mean(0)
@@ -240,7 +233,7 @@ def test_what_was_an_input_is_counted_exactly_and_survives(root: Path) -> None:
     more = ("train.steps=4", "checkpoint.every=2", "diagnostics.rows_every=1")
     c = tiny.configure(*tiny.settings(root, "name=inputs", *more))
     assert tiny.run(c) == 0
-    train = tiny.trainer(c).split.train
+    train = tiny.trainer(c).train
     seen: set[int] = set()
     wanted = []
     for step in range(4):
@@ -258,27 +251,26 @@ def test_what_was_an_input_is_counted_exactly_and_survives(root: Path) -> None:
 def test_a_window_that_teaches_nothing_is_no_input(root: Path) -> None:
     trainer = watched(root)
     masked, learnt = rows(0), rows(0, 3)[1:]
-    trainer.rows.saw([*masked, trainer.split.train.padding(), *learnt])
+    trainer.rows.saw([*masked, trainer.train.padding(), *learnt])
     state = trainer.rows.state()
     other = watched(root)
-    other.rows.load("")
-    assert set(other.rows.state()) == {"0"}
-    other.rows.load(state)
-    bits = np.unpackbits(np.frombuffer(bytes.fromhex(other.rows.state()), dtype=np.uint8))
+    other.rows.load({})
+    assert set(other.rows.state()["seen"]) == {"0"}
+    other.rows.load(dict(state))
+    bits = np.unpackbits(np.frombuffer(bytes.fromhex(other.rows.state()["seen"]), dtype=np.uint8))
     assert other.rows.state() == state and set(np.flatnonzero(bits)) == set(learnt[0].ids.flatten().tolist())
 
 
 def test_a_row_without_moments_was_never_updated(root: Path) -> None:
     trainer = watched(root)
-    trainer.step(0, rows(3), 1.0)
-    assert trainer.rows.figures()["rows/never_updated"] == 0
+    assert trainer.look(trainer.step(0, rows(3), 1.0), [])["rows/never_updated"] == 0
     moments = trainer.optimizers.moments()
     slots = [moments[f"{kind}/{TABLE}"] for kind in ("exp_avg", "exp_avg_sq")]
     slots[0][[4, 5, 6]] = 0
     slots[1][[5, 6, 7]] = 0
-    trainer.rows.watch(1, 100)
+    trainer.rows.before_step(1)
     trainer.rows.table.weight.grad = torch.zeros_like(trainer.rows.table.weight)
-    trainer.rows.before_update()
+    trainer.rows.after_backward()
     assert trainer.rows.figures()["rows/never_updated"] == 2
 
 
@@ -319,19 +311,11 @@ def test_a_step_that_is_not_finite_is_looked_at_and_training_goes_on(root: Path,
     """The rows whose gradient is not finite are counted; what is finite is still shown, and the record is JSON."""
     name = f"name=bad-{value}"
     c = tiny.configure(*tiny.settings(root, name, "diagnostics.rows_every=1", "train.steps=2", "train.max_bad_steps=5"))
-    trainer = tiny.trainer(c)
-    trainer.folder.mkdir(parents=True)
-    calls = []
-
-    def spoil(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
-        calls.append(trainer.state.step)
-        return output * value if torch.is_grad_enabled() and trainer.steps and trainer.state.step == 0 else None
-
-    hook = trainer.model.model.norm.register_forward_hook(spoil)
-    assert trainer.run(run_folder.Start()) == 0
-    hook.remove()
-    bad, good = (row for row in tiny.rows(trainer.folder) if "rows/norm_p50" in row)
+    with tiny.spoiled(lambda output: output * value if torch.is_grad_enabled() else output, steps=(0,)):
+        assert tiny.run(c) == 0
+    bad, good = (row for row in tiny.rows(root / f"runs/bad-{value}") if "rows/norm_p50" in row)
     assert bad["rows/grad_output_nonfinite"] == 320 == bad["rows/grad_output_histogram"]["nonfinite"]
     assert "rows/update_ratio_p50" not in bad and "rows/grad_output_p50" not in bad and bad["rows/norm_p50"] > 0
     assert good["rows/update_ratio_p50"] > 0 and "rows/grad_output_nonfinite" not in good
-    assert trainer.state.skipped_steps == 1
+    assert tiny.rows(root / f"runs/bad-{value}")[-1]["step"] == 2
+    assert [row["train/skipped_steps"] for row in tiny.rows(root / f"runs/bad-{value}") if "train/loss" in row][-1] == 1

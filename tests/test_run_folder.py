@@ -39,7 +39,7 @@ def whole(run: Path) -> tuple[tuple[str, str], list[dict]]:
 
 def test_the_run_that_is_killed_spans_more_than_one_epoch(root: Path) -> None:
     trainer = tiny.trainer(tiny.configure(*tiny.settings(root, *LONG)))
-    assert 1.5 * trainer.split.train.num_windows < 20 * 3
+    assert 1.5 * trainer.train.num_windows < 20 * 3
     assert len(trainer.micro_batches(0)) == 3
     rows = tiny.rows(root / "runs/alone")
     assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, 21))  # no gap, no duplicate

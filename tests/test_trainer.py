@@ -11,12 +11,14 @@ import tiny
 import torch
 import torch.nn.functional as F
 
+from stack import job
 from stack.checkpoint import manager as checkpoint
 from stack.config.schema import UserError
 from stack.data.batches import IGNORED, Batch
 from stack.training import run_folder
+from stack.training.hooks import BadSteps
+from stack.training.length import DryStep, num_steps
 from stack.training.optim import lr_factor
-from stack.training.trainer import Trainer
 
 SUPERVISED = (1, 2, 3, 10)
 
@@ -52,9 +54,9 @@ def grouped(batches: list[Batch], size: int) -> list[Batch]:
 class Spy:
     """In the place of the optimizers: keeps the gradients that come to them."""
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: tiny.Bench):
         self.optimizers, self.model, self.gradients = trainer.optimizers, trainer.model, {}
-        trainer.optimizers = self  # type: ignore[assignment]
+        trainer.take.optimizers = self  # type: ignore[assignment]
 
     def step(self, step: int, factor: float) -> None:
         self.gradients = {name: p.grad.double() for name, p in self.model.named_parameters()}
@@ -63,7 +65,7 @@ class Spy:
         self.optimizers.zero_grad()
 
 
-def reference(trainer: Trainer, batches: list[Batch]) -> tuple[float, dict[str, torch.Tensor]]:
+def reference(trainer: tiny.Bench, batches: list[Batch]) -> tuple[float, dict[str, torch.Tensor]]:
     """Mean loss over supervised tokens and its gradient: row by row from full logits, summed in float64."""
     total, count = 0.0, 0
     gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in trainer.model.named_parameters()}
@@ -90,7 +92,7 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
     assert norm_of(difference) <= 1e-6 * norm_of(wanted)
 
 
-def snapshot(trainer: Trainer) -> tuple[str, str]:
+def snapshot(trainer: tiny.Bench) -> tuple[str, str]:
     return (
         checkpoint.digest_tensors(trainer.model.state_dict()),
         checkpoint.digest_tensors(trainer.optimizers.moments()),
@@ -126,7 +128,7 @@ def test_a_masked_micro_batch_adds_exactly_nothing(root: Path) -> None:
     alone = trainer.step(0, rows(3), 1.0)
     gradients = spy.gradients
     (masked,) = rows(0)
-    for batches in ([*rows(3), masked], [masked, *rows(3)], [*rows(3), trainer.split.train.padding()]):
+    for batches in ([*rows(3), masked], [masked, *rows(3)], [*rows(3), trainer.train.padding()]):
         assert trainer.step(0, batches, 1.0) == alone
         assert all(torch.equal(spy.gradients[name], gradients[name]) for name in gradients)
 
@@ -138,7 +140,7 @@ def test_a_step_with_nothing_to_learn_is_skipped(root: Path, kind: str) -> None:
     trainer.step(0, rows(3), 1.0)
     before = snapshot(trainer)
     result = trainer.step(1, rows(0, 0), 1.0)
-    trainer._account(result)
+    trainer.moment(result)
     assert not result.taken and snapshot(trainer) == before
     assert (trainer.state.skipped_steps, trainer.state.bad_in_a_row, trainer.state.step) == (1, 0, 1)
 
@@ -149,14 +151,17 @@ def test_a_step_that_is_not_finite_changes_nothing_and_too_many_end_the_run(root
     trainer.step(0, rows(3), 1.0)
     hook = trainer.model.model.norm.register_forward_hook(lambda module, inputs, output: output * value)
     before = snapshot(trainer)
+    alerts: list[str] = []
+    limit = BadSteps(3, lambda title, text: alerts.append(text), lambda: None)
     for bad in (1, 2):
-        trainer._account(trainer.step(bad, rows(3), 1.0))
+        limit.after_step(trainer.moment(trainer.step(bad, rows(3), 1.0)))
         assert snapshot(trainer) == before
         assert (trainer.state.skipped_steps, trainer.state.bad_in_a_row, trainer.state.tokens) == (bad, bad, 0)
     with pytest.raises(UserError, match=r"3 steps in a row .* last good checkpoint is none"):
-        trainer._account(trainer.step(3, rows(3), 1.0))
+        limit.after_step(trainer.moment(trainer.step(3, rows(3), 1.0)))
+    assert len(alerts) == 1 and "3 steps in a row are not finite" in alerts[0]
     hook.remove()
-    trainer._account(trainer.step(4, rows(3), 1.0))
+    limit.after_step(trainer.moment(trainer.step(4, rows(3), 1.0)))
     assert (trainer.state.skipped_steps, trainer.state.bad_in_a_row, trainer.state.tokens) == (3, 0, 3)
     assert snapshot(trainer) != before
 
@@ -173,7 +178,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_though_the_loss_is(root: P
 
 def test_a_ragged_last_step_is_normalized_by_its_own_tokens(root: Path) -> None:
     probe = tiny.trainer(tiny.configure(*tiny.settings(root)))
-    epochs = 10 / probe.split.train.num_windows
+    epochs = 10 / probe.train.num_windows
     more = ("name=ragged", "train.steps=null", f"train.epochs={epochs}", "train.global_batch=4", "track.every=1")
     c = tiny.configure(*tiny.settings(root, *more))
     assert tiny.run(c) == 0
@@ -185,12 +190,12 @@ def test_a_ragged_last_step_is_normalized_by_its_own_tokens(root: Path) -> None:
 
     # The same three steps by hand: the last one has two windows, and their mean is over their own tokens.
     trainer = tiny.trainer(c)
-    windows = [trainer.split.train.windows_of(step) for step in range(3)]
+    windows = [trainer.train.windows_of(step) for step in range(3)]
     assert [len(w) for w in windows] == [4, 4, 2]
     assert len({int(w) for step in windows for w in step}) == 10  # 10 of one epoch
     for step in (0, 1):
         trainer.step(step, trainer.micro_batches(step), factors[step])
-    batches = [trainer.split.train.batch([number]) for number in windows[2]]
+    batches = [trainer.train.batch([number]) for number in windows[2]]
     nats = sum(trainer.model(b.ids, b.positions, tiny.segments(b), b.targets, trainer.loss).item() for b in batches)
     tokens = sum(b.num_targets for b in batches)
     assert steps[-1]["train/loss"] == pytest.approx(nats / tokens, rel=1e-6)
@@ -205,7 +210,7 @@ def test_the_dry_step_leaves_no_trace(root: Path, kind: str) -> None:
         if begun:
             trainer.step(0, trainer.micro_batches(0), 1.0)
         before, random_state = snapshot(trainer), torch.get_rng_state()
-        assert trainer.dry_step() > 0
+        assert trainer.dry_step().seconds > 0
         assert snapshot(trainer) == before and torch.equal(torch.get_rng_state(), random_state)
         assert all(p.grad is None for p in trainer.model.parameters())
 
@@ -224,28 +229,25 @@ def test_the_step_after_a_dry_step_is_the_step_without_one(root: Path) -> None:
 
 def test_tokens_and_minutes_become_steps(root: Path) -> None:
     trainer = tiny.trainer(tiny.configure(*tiny.settings(root, "train.steps=null", "train.tokens=1000")))
-    steps, train = trainer._fix_steps(seconds=1.0), trainer.split.train
+    t, train = trainer.config.train, trainer.train
+    steps = num_steps(t, train, 1.0, print)
     per_step = train.split.num_targets / train.num_windows * 3
     assert (steps - 1) * per_step < 1000 <= steps * per_step
-    trainer.config = replace(trainer.config, train=replace(trainer.config.train, tokens=None, minutes=2.0))
-    assert trainer._fix_steps(seconds=1.5) == 80
-    assert trainer._fix_steps(seconds=1e9) == 1
+    t = replace(t, tokens=None, minutes=2.0)
+    assert num_steps(t, train, 1.5, print) == 80
+    assert num_steps(t, train, 1e9, print) == 1
 
 
-def test_train_minutes_is_fixed_once(root: Path) -> None:
+def test_train_minutes_is_fixed_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = tiny.settings(root, "name=minutes", "train.steps=null", "train.minutes=0.01")
     c = tiny.configure(*settings)
-    trainer = tiny.trainer(c)
-    trainer.folder.mkdir(parents=True)
-    trainer.prepare(run_folder.Start())
-    steps = trainer.steps
+    steps = tiny.trainer(c).begin().steps
     saved = run_folder.read_config(root / "runs/minutes")
     assert saved is not None and saved["resolved"]["steps"] == steps >= 1
     assert run_folder.start_of(root / "runs/minutes", c, print).steps == steps
-    again = tiny.trainer(c)
-    again.dry_step = lambda: 1e-9  # type: ignore[method-assign]  a machine that is so much faster
-    again.prepare(run_folder.start_of(root / "runs/minutes", c, print))
-    assert again.steps == steps
+    faster = lambda *_: DryStep(1e-9, {})  # noqa: E731  a machine that is so much faster
+    monkeypatch.setattr(job, "dry_step", faster)
+    assert tiny.trainer(c).begin(run_folder.start_of(root / "runs/minutes", c, print)).steps == steps
     longer = tiny.configure(*settings, "train.minutes=0.02")
     assert run_folder.start_of(root / "runs/minutes", longer, print).steps is None
 
@@ -258,14 +260,13 @@ def test_a_checkpoint_of_another_vocabulary_or_other_data_is_refused(root: Path,
     tiny.corpus(tmp_path / "corpus.jsonl", seed=9)
     words = next((root / "data/tokenizers").glob("bpe-*"))
     other = tiny.trainer(tiny.configure(*tiny.settings(tmp_path, f"tokenizer.folder={words}")))
-    other.folder.mkdir(parents=True)
     with pytest.raises(UserError, match=r"other packed data: digest .* now .* name=NEW branch="):
-        other.prepare(start)
-    other.prepare(replace(start, branched=True))  # a branch may learn from other data …
-    assert other.state.step == 1 and other.state.metrics_offset == 0 and other.state.last == {}
+        other.begin(start)
+    saved = other.begin(replace(start, branched=True)).saved  # a branch may learn from other data …
+    assert saved["step"] == 1 and saved["metrics_offset"] == 0 and saved["last"] == {}
     other = tiny.trainer(tiny.configure(*tiny.settings(tmp_path)))
     with pytest.raises(UserError, match=r"320 rows, digest .* has 320, digest .* give tokenizer.folder="):
-        other.prepare(replace(start, branched=True))  # … but with the same vocabulary
+        other.begin(replace(start, branched=True))  # … but with the same vocabulary
 
 
 def test_metrics_have_every_step_and_the_validation(root: Path) -> None:
@@ -285,14 +286,9 @@ def test_metrics_have_every_step_and_the_validation(root: Path) -> None:
 def test_a_validation_that_is_not_finite_is_recorded_and_saved(root: Path) -> None:
     more = ("name=nan", "evaluate.every=1", "checkpoint.every=1", "train.steps=2", "sample.prompts=[]")
     c = tiny.configure(*tiny.settings(root, *more))
-    trainer = tiny.trainer(c)
-    trainer.folder.mkdir(parents=True)
-    hook = trainer.model.model.norm.register_forward_hook(
-        lambda module, inputs, output: output if torch.is_grad_enabled() else output * float("nan")
-    )
-    assert trainer.run(run_folder.Start()) == 0
-    hook.remove()
-    rows = tiny.rows(trainer.folder)
+    with tiny.spoiled(lambda output: output if torch.is_grad_enabled() else output * float("nan"), steps=(0, 1)):
+        assert tiny.run(c) == 0
+    rows = tiny.rows(root / "runs/nan")
     assert [row["eval/loss"] for row in rows if "eval/loss" in row] == ["nan", "nan"]
-    loaded = checkpoint.load(trainer.folder / "checkpoints/step-00000002")
+    loaded = checkpoint.load(root / "runs/nan/checkpoints/step-00000002")
     assert loaded.manifest.metric is None and loaded.state["last"] == {}

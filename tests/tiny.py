@@ -15,23 +15,35 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
 
+from stack import job
 from stack import train as entry
 from stack.config import schema as config
 from stack.config.schema import Config
 from stack.core import machine
 from stack.core.ranks import Ranks
 from stack.data.batches import Batch
+from stack.evaluation.hooks import Validate
+from stack.evaluation.validation import Validation
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder
+from stack.observe.table import Rows
 from stack.tracking.metrics import MEASURED, Display
-from stack.training.trainer import Trainer
+from stack.training.hooks import Hook, Moment
+from stack.training.length import DryStep, dry_step
+from stack.training.prepare import Materials, prepare_data
+from stack.training.run_folder import FRESH, Start
+from stack.training.state import State, StepResult
+from stack.training.trainer import Step, micro_batches
 
 WORDS = ("the", "cat", "dog", "house", "ran", "red", "sun", "of", "and", "to", "water", "stone", "tree", "bird", "sang")
 SETTINGS = (
@@ -92,13 +104,64 @@ def configure(*arguments: str) -> Config:
         return config.typed(compose("train", overrides=list(arguments)))
 
 
-def trainer(c: Config, ranks: Ranks | None = None) -> Trainer:
-    """A trainer before its first step."""
-    here = ranks or Ranks()
-    words, packed = entry.stages(c, here, Display(False))
-    model = Decoder(c.model, words.vocab_size, seed=c.seed).to(machine.choose_device(c.device))
-    named = entry.identity(c, words, packed)
-    return Trainer(c, model, entry.split(c, packed, words), words, named, here, Display(False))
+class Bench:
+    """A run in pieces, before its first step: what a test takes steps with and looks into.
+
+    Its folder is not made, and what is learnt from needs no text where ``made`` is given.
+    """
+
+    def __init__(self, c: Config, ranks: Ranks | None = None, made: Materials | None = None):
+        self.config, self.ranks, self.display = c, ranks or Ranks(), Display(False)
+        if made is None:
+            tokenizer, packed = prepare_data(c, self.ranks, self.display.show)
+            made = entry.learnt_from(c, tokenizer, packed)
+        self.made, self.train = made, made.train
+        self.job = job.Job(c, machine.choose_device(c.device), self.ranks, self.display, FRESH)
+        self.folder = self.job.folder
+        self.model = Decoder(made.model, made.tokenizer.vocab_size, seed=c.seed).to(self.job.device)
+        self.take = Step(c, self.model, self.ranks)
+        self.optimizers, self.loss, self.wrapped = self.take.optimizers, self.take.loss, self.take.wrapped
+        self.state = State()
+        every, end = c.diagnostics.rows_every, c.train.steps or 0
+        self.rows = Rows(self.model.table, self.optimizers, made.classes, self.ranks, every, end)
+
+    def step(self, number: int, batches: list[Batch], factor: float) -> StepResult:
+        """One step, looked at where that is due."""
+        self.result = self.take(number, batches, factor, [self.rows])
+        return self.result
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's of a step."""
+        return micro_batches(self.train, self.train.windows_of(step), self.take)
+
+    def moment(self, result: StepResult, batches: Sequence[Batch] = ()) -> Moment:
+        """The moment after a step, which is counted."""
+        self.state.count(result)
+        return Moment(self.state, 100, result, list(batches), 1.0, 1.0, 0.0, 0)
+
+    def look(self, result: StepResult, batches: Sequence[Batch]) -> dict[str, Any]:
+        """What the observer of the table has found of a step, where it was due."""
+        return self.rows.after_step(self.moment(result, batches))
+
+    def dry_step(self) -> DryStep:
+        """What the run does before its first step."""
+        return dry_step(self.take, self.train, lambda batch: job.measured(self.take, batch))
+
+    def validation(self) -> Validation:
+        """One pass over what is held out."""
+        m, shown = self.made, self.display.show
+        return Validate(self.take, m.held_out, m.num_bytes, m.classes, dict, shown, shown).validation()
+
+    def begin(self, start: Start = FRESH) -> job.Begun:
+        """All that comes before the first step, in the run's folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.job.start = start
+        return job.begin(self.job, self.made)
+
+
+def trainer(c: Config, ranks: Ranks | None = None) -> Bench:
+    """A run before its first step."""
+    return Bench(c, ranks)
 
 
 def packed(root: Path) -> Path:
@@ -115,6 +178,36 @@ def script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+class Spoil(Hook):
+    """Has the last norm give something else while the given steps, and what comes behind them, go on."""
+
+    def __init__(self, model: Decoder, output: Callable[[torch.Tensor], torch.Tensor], steps: Sequence[int]):
+        self.model, self.output, self.steps, self.handles = model, output, steps, []
+
+    def before_step(self, step: int) -> None:
+        while self.handles:
+            self.handles.pop().remove()
+        if step in self.steps:
+            norm = self.model.model.norm
+            self.handles.append(norm.register_forward_hook(lambda module, inputs, found: self.output(found)))
+
+
+@contextmanager
+def spoiled(output: Callable[[torch.Tensor], torch.Tensor], steps: Sequence[int]) -> Iterator[None]:
+    """Runs of this process have a :class:`Spoil` among their hooks."""
+    own = job.hooks_of
+
+    def hooks_of(started: job.Job, made: Materials, begun: job.Begun, *more: Any) -> job.Hooks:
+        found = own(started, made, begun, *more)
+        return replace(found, all=[Spoil(begun.step.model, output, steps), *found.all])
+
+    job.hooks_of = hooks_of
+    try:
+        yield
+    finally:
+        job.hooks_of = own
 
 
 class Job:

@@ -22,8 +22,8 @@ import torch
 
 from stack.core.ranks import Ranks
 from stack.data.batches import IGNORED, Batch, Windows
-from stack.model.attention import Segments
 from stack.model.decoder import Decoder
+from stack.training.trainer import to_device
 from stack.vocabulary.classes import CLASSES
 
 POSITIONS = 8  # buckets of the window, as equal as they can be
@@ -63,18 +63,6 @@ class Validation:
         for kind, buckets in self.parts.items():
             found |= {f"loss_{kind}_{label}": nats / n for label, (nats, n) in buckets.items() if n}
         return found
-
-
-def to_device(batch: Batch, device: str) -> tuple[torch.Tensor, torch.Tensor, Segments, torch.Tensor]:
-    """``ids, positions, segments, targets`` of a batch, as the model takes them."""
-    where = torch.device(device)
-    if where.type == "cuda":
-        ids, positions, targets = (
-            x.pin_memory().to(where, non_blocking=True) for x in (batch.ids, batch.positions, batch.targets)
-        )
-    else:
-        ids, positions, targets = (x.to(where) for x in (batch.ids, batch.positions, batch.targets))
-    return ids, positions, Segments(batch.lengths, batch.ids.shape[1], where), targets
 
 
 @torch.no_grad()

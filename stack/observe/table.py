@@ -47,6 +47,7 @@ from torch import Tensor
 from stack.core.ranks import Ranks
 from stack.data.batches import IGNORED, Batch
 from stack.model.embedding import Table
+from stack.training.hooks import Hook, Moment
 from stack.training.optim import Optimizers
 from stack.vocabulary.classes import CLASSES
 
@@ -61,7 +62,7 @@ QUANTILES: dict[str, Statistic] = {
 SUMMARY: dict[str, Statistic] = {"mean": np.mean, "p50": np.median, "max": np.max}
 
 
-class Rows:
+class Rows(Hook):
     """Looks at a table while it is trained.
 
     Args:
@@ -70,10 +71,14 @@ class Rows:
         classes: as :func:`stack.vocabulary.classes.classify` gives them; None: all rows are one class.
         ranks: this process among others; every one calls all methods at the same steps.
         every: steps between two looks; 0: none.
+        steps: the end of the run, after which there is one more.
     """
 
-    def __init__(self, table: Table, optimizers: Optimizers, classes: np.ndarray | None, ranks: Ranks, every: int):
-        self.table, self.optimizers, self.classes, self.ranks, self.every = table, optimizers, classes, ranks, every
+    def __init__(
+        self, table: Table, optimizers: Optimizers, classes: np.ndarray | None, ranks: Ranks, every: int, steps: int
+    ):
+        self.table, self.optimizers, self.classes, self.ranks = table, optimizers, classes, ranks
+        self.every, self.steps = every, steps
         self.name = next(name for name, p in optimizers.names.items() if p is table.weight)
         self.due = False  # at the step in hand
         self._per_row: dict[str, Tensor] = {}  # [V], of the step in hand
@@ -81,10 +86,10 @@ class Rows:
 
     # --------------------------------------------------------------------------------------------- in a step
 
-    def watch(self, step: int, steps: int) -> None:
+    def before_step(self, step: int) -> None:
         """Before the first forward pass of ``step`` (0 … steps - 1): looks on from here, where it is due."""
-        weight, begun = self.table.weight, steps > 0  # a dry step comes before the end is known
-        self.due = bool(self.every) and begun and ((step + 1) % self.every == 0 or step + 1 == steps)
+        weight = self.table.weight
+        self.due = bool(self.every) and ((step + 1) % self.every == 0 or step + 1 == self.steps)
         self._per_row = {}
         if self.due:
             self._input = torch.zeros_like(weight)
@@ -116,7 +121,7 @@ class Rows:
         return into, self.table.weight.grad - into
 
     @torch.no_grad()
-    def before_update(self) -> None:
+    def after_backward(self) -> None:
         """What is known before clipping and the update, where the step is looked at."""
         self.table.watch = None
         if not self.due:
@@ -127,8 +132,15 @@ class Rows:
         self._input = into.copy_(self.table.weight)  # the table before; one buffer is enough
 
     @torch.no_grad()
-    def after_update(self) -> None:
-        """What is known after the update, where the step is looked at and there was one."""
+    def after_step(self, moment: Moment) -> dict[str, Any]:
+        """The look of this step, where one is due; what it learnt from counts as input in any case."""
+        if moment.result.taken:
+            self._after_update()
+            self.saw(moment.batches)
+        return self.figures()
+
+    def _after_update(self) -> None:
+        """What is known after the update, where the step is looked at."""
         if self.due:
             before = self._input.norm(dim=1)
             self._per_row["update_ratio"] = self._input.sub_(self.table.weight).norm(dim=1) / before
@@ -142,18 +154,19 @@ class Rows:
             inside = torch.arange(batch.ids.shape[1]) < torch.tensor([sum(row) for row in batch.lengths])[:, None]
             self._seen[batch.ids[learnt & inside]] = True
 
-    def state(self) -> str:
-        """The rows that were an input so far on any rank, for a checkpoint: a bit each, in hex; a collective."""
+    def state(self) -> dict[str, Any]:
+        """The rows that were an input so far on any rank: a bit each, in hex; a collective."""
         self._gather_seen()
-        return np.packbits(self._seen.numpy()).tobytes().hex()
+        return {"seen": np.packbits(self._seen.numpy()).tobytes().hex()}
 
     def _gather_seen(self) -> None:
         self._seen = self.ranks.add(self._seen.to(self.table.weight.device, torch.int32)).cpu() > 0
 
-    def load(self, state: str) -> None:
-        """Takes what :meth:`state` gave; of a checkpoint without it (empty), no row was an input so far."""
+    def load(self, values: dict[str, Any]) -> None:
+        """Takes what :meth:`state` gave; of a checkpoint without it, no row was an input so far."""
         size = len(self._seen)
-        bits = np.unpackbits(np.frombuffer(bytes.fromhex(state or "00" * size), dtype=np.uint8), count=size)
+        state = values.pop("seen", "") or "00" * size
+        bits = np.unpackbits(np.frombuffer(bytes.fromhex(state), dtype=np.uint8), count=size)
         self._seen = torch.from_numpy(bits).bool()
 
     # --------------------------------------------------------------------------------------------- what it shows
