@@ -101,5 +101,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """A JSON object into a file, whole or not at all, for people to read, too."""
-    replace(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Write a JSON object, whole or not at all, in a form that people can read, too."""
+    replace(path, json_bytes(value))
+
+
+def json_bytes(value: Any, *, indent: int = 2, sort_keys: bool = False) -> bytes:
+    """A JSON value as a file holds it; ValueError where it contains NaN or infinity, which JSON does not have."""
+    text = json.dumps(value, indent=indent, sort_keys=sort_keys, ensure_ascii=False, allow_nan=False)
+    return (text + "\n").encode()

@@ -321,7 +321,7 @@ def _fill(
         "shards": progress["shards"],
         "files": progress["files"],
     }
-    _write_atomically(partial / "manifest.json", _json(manifest))
+    disk.replace(partial / "manifest.json", _json(manifest), durable=True)
 
 
 def _resumed(partial: Path, show: Callable[[str], None]) -> dict[str, Any]:
@@ -515,7 +515,7 @@ class _Block:
                 record, files = self._shards[split].close()
                 progress["shards"].append({"split": split, "source": self._source, **record})
                 progress["files"].update(files)
-        _write_atomically(self._partial / "progress.json", _json(progress))
+        disk.replace(self._partial / "progress.json", _json(progress), durable=True)
 
 
 class _Shard:
@@ -586,7 +586,9 @@ class _File:
 
     def close(self) -> dict[str, Any]:
         """Sync; the file's entry in the manifest."""
-        _sync_and_close(self._file)
+        self._file.flush()
+        disk.sync(self._file.fileno())
+        self._file.close()
         return {"size": self.size, "sha256": self._hash.hexdigest()}
 
 
@@ -687,28 +689,12 @@ def _summary(packed: Packed, window: int | None) -> str:
 
 
 def _json(value: Any) -> bytes:
-    return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
+    """JSON in the form whose digests name packed folders and tell them apart."""
+    return disk.json_bytes(value, indent=1, sort_keys=True)
 
 
 def _save_array(path: Path, values: np.ndarray) -> dict[str, Any]:
     """Write an .npy file; its entry in the manifest."""
-    with path.open("wb") as file:
-        np.save(file, values, allow_pickle=False)
-        _sync_and_close(file)
-    data = path.read_bytes()
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    """Write beside, sync, rename: the old content or the new one, never a part."""
-    beside = path.with_name(f"{path.name}.new")
-    with beside.open("wb") as file:
-        file.write(data)
-        _sync_and_close(file)
-    beside.rename(path)
-
-
-def _sync_and_close(file: Any) -> None:
-    file.flush()
-    disk.sync(file.fileno())
-    file.close()
+    file = _File(path)
+    np.save(file, values, allow_pickle=False)
+    return file.close()

@@ -212,14 +212,14 @@ def test_a_death_at_any_block_changes_nothing(made, tmp_path, monkeypatch, after
     whole = packing.pack(data, made[1], tmp_path / "whole", lambda line: None)
     assert sum(whole.manifest["sources"]["bad"]["skipped"]["bad_rows"].values()) >= 4
     assert 0.03e6 <= sum(total["bytes"] for total in whole.manifest["splits"].values()) < 0.031e6
-    write_atomically = packing._write_atomically
+    replace = packing.disk.replace
 
-    def dies(path: Path, content: bytes) -> None:
+    def dies(path: Path, content: bytes, *, durable: bool) -> None:
         if after_rename:
-            write_atomically(path, content)
+            replace(path, content, durable=durable)
         raise Killed
 
-    monkeypatch.setattr(packing, "_write_atomically", dies)
+    monkeypatch.setattr(packing.disk, "replace", dies)
     deaths = 0
     while deaths < (100 if after_rename else 2):
         try:
@@ -579,13 +579,13 @@ def test_conversations_by_any_number_of_workers_and_after_any_death(talked, pack
     data, words = talked
     two = packing.pack(changed(data, workers=2), words, tmp_path / "two", lambda line: None, window=WINDOW)
     assert tree(two.folder) == tree(packed_talk[0].folder)
-    write_atomically, deaths = packing._write_atomically, 0
+    replace, deaths = packing.disk.replace, 0
 
-    def dies(path: Path, content: bytes) -> None:
-        write_atomically(path, content)
+    def dies(path: Path, content: bytes, *, durable: bool) -> None:
+        replace(path, content, durable=durable)
         raise Killed
 
-    monkeypatch.setattr(packing, "_write_atomically", dies)
+    monkeypatch.setattr(packing.disk, "replace", dies)
     while deaths < 100:
         try:
             packing.pack(data, words, tmp_path / "killed", lambda line: None, window=WINDOW)
