@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.checkpoint.open import Base, build, load_base
 from stack.config.schema import FineTune, UserError, typed
 from stack.core.machine import choose_device
 from stack.evaluation import answers
 from stack.evaluation.answers import Answer, Question
 from stack.evaluation.generate import generate
+from stack.model.huggingface import TABLE, WEIGHTS
 from stack.text import conversation
 from stack.training import run_folder
 
@@ -46,7 +47,7 @@ def main(run: Path) -> int:
         raise UserError(f"{run}: there is no finished checkpoint to ask; fine-tune first: python -m stack.sft")
     config = typed({key: value for key, value in saved.items() if key != "resolved"}, FineTune)
     manifest = checkpoint.read_manifest(folder)
-    key = manifest.files[checkpoint.WEIGHTS].sha256
+    key = manifest.files[WEIGHTS].sha256
     kept = run / "answers.json"
     if not kept.exists() or json.loads(kept.read_bytes())["model"] != key:
         tuned = load_base(str(folder), config.runs_dir)
@@ -87,7 +88,7 @@ def grown(run: Path, identity: dict[str, Any]) -> dict[str, Any]:
     step_0, base = run / "checkpoints/step-00000000", Path(identity["base"])
     if not step_0.is_dir() or not (base / checkpoint.MANIFEST).is_file():
         return facts
-    (old, new), table = (checkpoint.load(folder) for folder in (base, step_0)), checkpoint.TABLE
+    (old, new), table = (checkpoint.load(folder) for folder in (base, step_0)), TABLE
     kept = [i for part in identity["growth"]["kept"] for i in range(part["old"][0], part["old"][1] + 1)]
     pairs = [(old.weights, new.weights), *([(old.moments, new.moments)] if new.moments else [])]
 

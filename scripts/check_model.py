@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.config.schema import Model, UserError
 from stack.data.batches import IGNORED, Windows, in_order
 from stack.data.packing import Split, open_packed

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.data.packing import open_packed
 from stack.tracking.metrics import MEASURED
 

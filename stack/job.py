@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.config.schema import Model, Run, command
 from stack.core import machine
 from stack.core.errors import UserError

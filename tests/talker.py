@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from talk import CONTROL
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.config import schema as config
 from stack.evaluation.generate import generate
 from stack.model.decoder import Decoder

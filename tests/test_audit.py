@@ -22,8 +22,8 @@ from rich.cells import cell_len
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from stack import checkpoint
 from stack.audit import main
-from stack.checkpoint import manager as checkpoint
 from stack.checkpoint.open import load_tables
 from stack.config.schema import UserError
 from stack.data.packing import open_packed

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_vocabulary import words_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.checkpoint.open import build, load_base
 from stack.config import schema as config
 from stack.config.schema import UserError

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -26,12 +27,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from stack.checkpoint import manager as checkpoint
-from stack.checkpoint.manager import MANIFEST
+from stack import checkpoint
+from stack.checkpoint import MANIFEST, manager
+from stack.checkpoint import format as form
 from stack.config import schema as config
 from stack.config.schema import UserError
 from stack.model.decoder import Decoder
 from stack.model.huggingface import HEAD, TABLE, WEIGHTS
+from stack.model.names import clean_name
 from stack.text.tokenizer import Tokenizer, train
 from stack.vocabulary.change import grow_tokenizer, migrate
 
@@ -125,14 +128,14 @@ def in_child(work: Callable[[], object]) -> tuple[int, str]:
 
 def at_sync(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[Path], object]) -> None:
     """Let ``act`` meet the file ``name`` at the moment when a save brings it down to the disk."""
-    sync = checkpoint.disk.sync_path
+    sync = manager.disk.sync_path
 
     def both(path: Path) -> None:
         sync(path)
         if path.as_posix().endswith(f".partial/{name}"):
             act(path)
 
-    monkeypatch.setattr(checkpoint.disk, "sync_path", both)
+    monkeypatch.setattr(manager.disk, "sync_path", both)
 
 
 def error_of(work: Callable[[], object]) -> str:
@@ -276,8 +279,8 @@ def test_saved_names_hold_no_wrapper(parts: list[str], wrappers: list[str], data
     wrapped = list(parts)
     for wrapper in wrappers:
         wrapped.insert(data.draw(st.integers(0, len(wrapped) - 1)), wrapper)
-    assert checkpoint.clean_name(".".join(wrapped)) == ".".join(parts)
-    assert checkpoint.clean_name("exp_avg/" + ".".join(wrapped)) == "exp_avg/" + ".".join(parts)
+    assert clean_name(".".join(wrapped)) == ".".join(parts)
+    assert clean_name("exp_avg/" + ".".join(wrapped)) == "exp_avg/" + ".".join(parts)
 
 
 def test_wrapped_names_and_a_tied_head_are_saved_as_the_plain_model(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -294,8 +297,9 @@ NEW_PROCESS = """
 from __future__ import annotations
 import json, sys, torch
 from pathlib import Path
-from stack import checkpoint, config
-from stack.model.transformer import Decoder
+from stack import checkpoint
+from stack.config import schema as config
+from stack.model.decoder import Decoder
 {step_once}
 model = Decoder(config.Model(**json.loads(sys.argv[2])), 320, seed=99)
 checkpoint.load_weights_into(model, checkpoint.load(Path(sys.argv[1])).weights)
@@ -497,14 +501,14 @@ def test_what_the_disk_changed_is_not_kept(
 def test_what_was_written_otherwise_is_not_kept(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    whole = checkpoint.safetensors.torch.save_file
+    whole = manager.safetensors.torch.save_file
 
     def flip(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
         whole(tensors, path, metadata)
         if path.name == Path(name).name:
             path.write_bytes(DAMAGE["one bit"](path.read_bytes()))
 
-    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", flip)
+    monkeypatch.setattr(manager.safetensors.torch, "save_file", flip)
     message = error_of(lambda: write(tmp_path, 1, tokenizer))
     assert name in message and "read back" in message
     assert not list(tmp_path.iterdir())
@@ -706,6 +710,63 @@ def test_digest_sees_every_difference_and_no_order() -> None:
 
 
 # Retention
+
+
+def count_hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that SHA-256 takes from now on, a number for each call."""
+    counted: list[int] = []
+    real, of_file = hashlib.sha256, hashlib.file_digest
+
+    class Counting:
+        def __init__(self, data: bytes = b""):
+            self.hash = real()
+            self.update(data)
+
+        def update(self, data: bytes) -> None:
+            counted.append(memoryview(data).nbytes)
+            self.hash.update(data)
+
+        def hexdigest(self) -> str:
+            return self.hash.hexdigest()
+
+    def file_digest(file: BinaryIO, name: str) -> object:
+        counted.append(os.fstat(file.fileno()).st_size)
+        return of_file(file, name)
+
+    monkeypatch.setattr(hashlib, "sha256", Counting)
+    monkeypatch.setattr(hashlib, "file_digest", file_digest)
+    return counted
+
+
+def test_what_is_written_is_hashed_once_and_then_only_after_a_change(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(form, "SETTLED_NS", -1)  # stands for the time that a real save takes
+    write(tmp_path, 1, tokenizer)
+    hashed = count_hashed(monkeypatch)
+    second = write(tmp_path, 2, tokenizer)
+    checkpoint.retain(tmp_path, 2)
+    assert checkpoint.newest(tmp_path, silent) == second
+    assert sum(hashed) == sum((second / name).stat().st_size for name in FILES)
+    hashed.clear()
+    for path in (second / WEIGHTS, second / "config.json"):  # another content, and a touch
+        about, data = path.stat(), path.read_bytes()
+        path.write_bytes(DAMAGE["one bit"](data) if path.name == WEIGHTS else data)
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert checkpoint.newest(tmp_path, lambda line: None) == tmp_path / "step-00000001"
+    assert sum(hashed) == sum((second / name).stat().st_size for name in (WEIGHTS, "config.json"))
+
+
+def test_a_change_within_a_tick_of_the_clock_is_noticed(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, tick = form._state, 10**7  # ns
+    coarse = lambda file: (*exact(file)[:3], *(time // tick * tick for time in exact(file)[3:]))  # noqa: E731
+    monkeypatch.setattr(form, "_state", coarse)
+    for step in range(1, 11):
+        path = write(tmp_path, step, tokenizer) / "training/state.json"
+        path.write_bytes(DAMAGE["one bit"](path.read_bytes()))
+        assert checkpoint.newest(tmp_path, lambda line: None) is None
 
 
 def dummy(source: Path, checkpoints: Path, step: int, metric: float | None) -> Path:

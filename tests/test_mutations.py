@@ -262,15 +262,27 @@ MUTANTS = [
         (CONVERSATION,),
     ),
     Mutant(
-        "-", "the first stop alone", "stack/checkpoint/manager.py",
+        "-", "the first stop alone", "stack/model/huggingface.py",
         "return stops if len(stops) > 1 else stops[0]",
         "return stops[0]",
         (CHECKPOINT,),
     ),
     Mutant(
-        "-", "believe a damaged checkpoint", "stack/checkpoint/manager.py",
+        "-", "believe a damaged checkpoint", "stack/checkpoint/format.py",
         "if actual != file.sha256:",
         "if False:",
+        (CHECKPOINT,),
+    ),
+    Mutant(
+        "-", "believe what was written", "stack/checkpoint/format.py",
+        "if not same or file.read(1):",
+        "if file.read(1):",
+        (CHECKPOINT,),
+    ),
+    Mutant(
+        "-", "believe a file that was just written", "stack/checkpoint/format.py",
+        "if max(state[-2:]) + SETTLED_NS < now:",
+        "if True:",
         (CHECKPOINT,),
     ),
 ]  # fmt: skip

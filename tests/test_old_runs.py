@@ -11,7 +11,7 @@ import pytest
 import tiny
 import yaml
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.config.schema import UserError, keys_at, plain
 from stack.observe.page import page
 from stack.training import run_folder

@@ -10,7 +10,7 @@ import old_runs
 import pytest
 import tiny
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.config.schema import UserError
 from stack.training import resuming, run_folder
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_distributed import together
 from test_trainer import grouped, rows, snapshot
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.core.ranks import Ranks, ranks
 from stack.data.batches import IGNORED, Batch
 from stack.model.huggingface import TABLE

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.config.schema import UserError
 from stack.core.ranks import Ranks
 from stack.training import run_folder

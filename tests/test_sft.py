@@ -15,8 +15,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from stack import sft
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint, sft
 from stack.checkpoint.open import load_base
 from stack.config import schema as config
 from stack.config.schema import FineTune, UserError
@@ -25,6 +24,7 @@ from stack.data.batches import IGNORED
 from stack.data.packing import open_packed
 from stack.evaluation.generate import generate
 from stack.model.decoder import Decoder
+from stack.model.huggingface import TABLE
 from stack.text import tokenizer
 from stack.text.conversation import encode
 from stack.tracking.metrics import Display
@@ -74,14 +74,14 @@ def test_the_grown_base_is_step_0_and_keeps_every_old_row_and_moment(root: Path)
     loaded = checkpoint.load(root / "runs/alone/checkpoints/step-00000000")
     old, growth = base.num_rows, loaded.manifest.identity["growth"]
     assert loaded.manifest.num_rows > old and growth["old_vocabulary"] == base.tokenizer.digest
-    assert torch.equal(loaded.weights[checkpoint.TABLE][:old], base.weights[checkpoint.TABLE])
-    others = [name for name in base.weights if name != checkpoint.TABLE]
+    assert torch.equal(loaded.weights[TABLE][:old], base.weights[TABLE])
+    others = [name for name in base.weights if name != TABLE]
     assert others and all(torch.equal(loaded.weights[name], base.weights[name]) for name in others)
     for kind in ("exp_avg", "exp_avg_sq"):
-        key = f"{kind}/{checkpoint.TABLE}"
+        key = f"{kind}/{TABLE}"
         assert torch.equal(loaded.moments[key][:old], base.moments[key]) and base.moments[key].any()
         assert not loaded.moments[key][old:].any()
-    kept = [key for key in base.moments if not key.endswith(checkpoint.TABLE) or key.startswith("step/")]
+    kept = [key for key in base.moments if not key.endswith(TABLE) or key.startswith("step/")]
     assert all(torch.equal(loaded.moments[key], base.moments[key]) for key in kept)
     assert 0 < growth["kl"] <= growth["bound"] and growth["mass"] > 0
     last = checkpoint.read_manifest(root / "runs/alone/checkpoints/step-00000012").identity

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.checkpoint.open import Base, build, load_base
 from stack.evaluation.generate import generate
 from stack.model.decoder import Decoder

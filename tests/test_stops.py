@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.checkpoint.open import build, load_base
 from stack.evaluation import answers
 from stack.evaluation.answers import Question

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import tiny
 
+from stack import checkpoint
 from stack import train as entry
-from stack.checkpoint import manager as checkpoint
 from stack.data import encoding
 from stack.text import tokenizer
 from stack.tracking.metrics import Display

@@ -11,8 +11,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 
-from stack import job
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint, job
 from stack.config.schema import UserError
 from stack.data.batches import IGNORED, Batch
 from stack.training import run_folder

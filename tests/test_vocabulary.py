@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.config import schema as config
 from stack.config.schema import UserError
 from stack.model.attention import Segments

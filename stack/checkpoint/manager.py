@@ -1,74 +1,47 @@
-"""Checkpoint folders that are whole or not there: atomic saving, verified loading, retention.
+"""Saving and keeping checkpoints: a folder is whole or not there.
 
-``checkpoints/step-00001000/`` is a Hugging Face model folder (``Qwen3``, or ``Llama`` without norms on q and k) with
-the state of training below ``training/``. It is written beside as ``.step-00001000.partial``, synced, read back and
-renamed; ``manifest.json``, the last file, holds the size and the SHA-256 of every other. A folder of the same step is
-moved to ``.step-00001000.old`` for the moment between the two renames. :func:`tidy` mends what a kill left of either.
+A checkpoint is written beside as ``.step-00001000.partial``, synced, read back and renamed; its manifest comes last. A
+folder of the same step is moved to ``.step-00001000.old`` for the moment between the two renames. :func:`tidy` mends
+what a kill left of either.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
-from pydantic import TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as checked_dataclass
-from safetensors import SafetensorError
-from torch import Tensor, nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from stack.checkpoint.format import (
+    FORMAT,
+    MANIFEST,
+    MOMENTS,
+    STATE,
+    Manifest,
+    damaged,
+    folder_of,
+    read_back,
+    read_manifest,
+    steps,
+    verify,
+)
+from stack.checkpoint.tensors import bytes_of
 from stack.config import schema as config
-from stack.config.schema import UserError
 from stack.core import files as disk
-from stack.model.huggingface import CONFIG, GENERATION, HEAD, TABLE, WEIGHTS, generation_settings, model_settings, untie
+from stack.core.errors import UserError
+from stack.model.huggingface import CONFIG, GENERATION, HEAD, TABLE, WEIGHTS, generation_settings, model_settings
+from stack.model.names import by_name
 from stack.text.tokenizer import Tokenizer
 
-FORMAT = 1
-MOMENTS, STATE, MANIFEST = "training/optimizer.safetensors", "training/state.json", "manifest.json"
-_WRAPPERS = re.compile(r"(?<![^./])(?:_orig_mod\.|module\.)+")  # of torch.compile and of DDP, at any depth
-
-
-@checked_dataclass(frozen=True)
-class File:
-    """What the manifest knows of one file."""
-
-    size: int  # bytes
-    sha256: str  # hex
-
-
-@checked_dataclass(frozen=True)
-class Manifest:
-    """``manifest.json``: what the checkpoint is, what it was made from, and every other file in it."""
-
-    format: Literal[1]
-    step: int  # optimizer steps done
-    metric: float | None  # lower is better
-    native_only: bool  # no stock architecture computes this model's function
-    aliases: dict[str, str]  # names that stand for a tensor stored under another name
-    vocabulary_digest: str
-    num_rows: int
-    identity: dict[str, Any]  # the digests of what the run was made from
-    files: dict[str, File]  # by path below the folder
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A verified checkpoint in memory."""
-
-    folder: Path
-    config: dict[str, Any]  # config.json
-    weights: dict[str, Tensor]  # float32 on the CPU, by parameter name; the tied table once
-    moments: dict[str, Tensor]  # on the CPU, as ``exp_avg/model.norm.weight``
-    state: dict[str, Any]
-    manifest: Manifest
+Written = dict[str, list[np.ndarray]]  # the bytes of every file in order, uint8; tensors are views, not copies
 
 
 def save(
@@ -88,7 +61,7 @@ def save(
     Only one process may save into ``checkpoints``. A folder of the same step is replaced. ``state`` and ``identity``
     are JSON values without NaN; a ``metric`` that is not finite counts as none.
     """
-    final = checkpoints / f"step-{step:08d}"
+    final = folder_of(checkpoints, step)
     partial = _partial(final)
     weights = _one_copy(_plain(weights, torch.float32))
     moments = _plain(moments, None)
@@ -98,7 +71,6 @@ def save(
         GENERATION: generation_settings(tokenizer),
         STATE: state,
     }
-    tensors = {WEIGHTS: weights, MOMENTS: moments}
     facts = {
         "format": FORMAT,
         "step": step,
@@ -111,10 +83,9 @@ def save(
     }
     tidy(checkpoints)
     try:
-        _fill(partial, documents, tensors)
+        written = _fill(partial, documents, {WEIGHTS: weights, MOMENTS: moments})
         tokenizer.save_into(partial, max_length=model_config.context)
-        _seal(partial, facts)
-        _verify_written(partial, documents, tensors)
+        _seal(partial, written, facts)
         if final.exists():
             final.rename(_aside(final))
         partial.rename(final)
@@ -128,15 +99,8 @@ def save(
 
 
 def _plain(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors on the CPU, contiguous, under names without the parts that wrappers add."""
-    plain = {clean_name(name): tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
-    assert len(plain) == len(tensors), "two names are one without their wrappers"
-    return plain
-
-
-def clean_name(name: str) -> str:
-    """The parameter's own name: without ``_orig_mod.`` and ``module.``, wherever they stand."""
-    return _WRAPPERS.sub("", name)
+    """The tensors on the CPU, contiguous, under their own names."""
+    return {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in by_name(tensors).items()}
 
 
 def _one_copy(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -146,45 +110,54 @@ def _one_copy(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if name != HEAD}
 
 
-def _fill(partial: Path, documents: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> None:
+def _fill(partial: Path, documents: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> Written:
     """Write the folder's own files."""
     (partial / "training").mkdir(parents=True)
+    written: Written = {}
     for name, value in documents.items():
-        (partial / name).write_bytes(_json(value))
+        written[name] = [_write(partial / name, value)]
     for name, named in tensors.items():
-        safetensors.torch.save_file(named, partial / name, {"format": "pt"})
+        written[name] = _write_tensors(partial / name, named)
         shutil.copymode(partial / CONFIG, partial / name)  # the library lets nobody else read its files
+    return written
 
 
-def _seal(partial: Path, facts: dict[str, Any]) -> None:
-    """Write the manifest over every file in the folder, and bring all of it down to the disk."""
+def _write(path: Path, value: Any) -> np.ndarray:
+    """Write JSON; its bytes."""
+    data = disk.json_bytes(value)
+    path.write_bytes(data)
+    return np.frombuffer(data, np.uint8)
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> list[np.ndarray]:
+    """Write a safetensors file; its bytes: the header, and the tensors in their order in the file."""
+    safetensors.torch.save_file(tensors, path, {"format": "pt"})
+    with safe_open(path, "pt") as file:  # maps the file: no tensor is read
+        stored = {name: _kind(file.get_tensor(name)) for name in file.offset_keys()}
+    if stored != {name: _kind(tensor) for name, tensor in tensors.items()}:
+        raise damaged(path, "does not read back as it was written")
+    parts = [bytes_of(tensors[name]) for name in stored]
+    with path.open("rb") as file:
+        header = file.read(path.stat().st_size - sum(map(len, parts)))
+    return [np.frombuffer(header, np.uint8), *parts]
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
+
+
+def _seal(partial: Path, written: Written, facts: dict[str, Any]) -> None:
+    """Bring the folder down to the disk, hold it against what was written, and give it a manifest in the same way."""
     paths = sorted(path for path in partial.rglob("*") if path.is_file())
-    files = {
-        path.relative_to(partial).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)} for path in paths
-    }
-    (partial / MANIFEST).write_bytes(_json({**facts, "files": files}))
+    names = [path.relative_to(partial).as_posix() for path in paths]
+    written |= {name: [np.fromfile(partial / name, np.uint8)] for name in names if name not in written}
     for path in [*partial.rglob("*"), partial]:
         disk.sync_path(path)
-
-
-def _verify_written(partial: Path, documents: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> None:
-    """Hold the folder against what was to be written, then against its own manifest."""
-    for name, value in documents.items():
-        if (partial / name).read_bytes() != _json(value):
-            raise _bad(partial / name, "does not read back as it was written")
-    for name, named in tensors.items():
-        if digest_tensors(safetensors.torch.load_file(partial / name)) != digest_tensors(named):
-            raise _bad(partial / name, "does not read back as it was written")
-    verify(partial)
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    files = {name: asdict(read_back(partial / name, written[name])) for name in names}
+    manifest = _write(partial / MANIFEST, {**facts, "files": files})
+    for path in (partial / MANIFEST, partial):
+        disk.sync_path(path)
+    read_back(partial / MANIFEST, [manifest])
 
 
 def _not_saved(final: Path, error: Exception, needed: int) -> str:
@@ -229,20 +202,6 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def steps(checkpoints: Path) -> list[Path]:
-    """The checkpoint folders, good or bad, oldest step first."""
-    found = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in checkpoints.glob("step-*")]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
-
-
-def step_of(folder: Path) -> int:
-    """The step that a checkpoint holds; of a damaged one, the step that its name says."""
-    try:
-        return read_manifest(folder).step
-    except UserError:
-        return int(folder.name.removeprefix("step-"))
-
-
 def retain(checkpoints: Path, keep: int) -> None:
     """Keep the newest ``keep`` good checkpoints and the best by metric; remove the older good ones.
 
@@ -280,127 +239,3 @@ def newest(checkpoints: Path, warn: Callable[[str], None], *, owner: bool = True
         else:
             return folder
     return None
-
-
-def verify(folder: Path) -> Manifest:
-    """Hold every file against the manifest, by size and then by digest, in constant memory; :class:`UserError`."""
-    manifest = read_manifest(folder)
-    for name, file in manifest.files.items():
-        try:
-            actual = _sha256(folder / name)
-        except OSError as error:
-            raise _bad(folder / name, f"cannot be read ({error.strerror})") from error
-        _compare(folder / name, file, actual)
-    return manifest
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest, once every file that it names was found in its size."""
-    if not folder.is_dir():
-        beside = ", ".join(path.name for path in steps(folder.parent)) or "none"
-        raise UserError(f"{folder}: there is no such checkpoint folder; checkpoints in {folder.parent}: {beside}")
-    path = folder / MANIFEST
-    try:
-        manifest = TypeAdapter(Manifest).validate_json(_read(path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        if first["loc"] == ("format",) and isinstance(first["input"], int) and first["input"] > FORMAT:
-            raise UserError(
-                f"{path}: format {first['input']}, which a newer version of this program wrote; this one reads format "
-                f"{FORMAT}: go on with the newer one"
-            ) from error
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise _bad(path, f"is no whole manifest of format {FORMAT} ({where}: {first['msg']})") from error
-    for name in (CONFIG, GENERATION, WEIGHTS, MOMENTS, STATE):
-        if name not in manifest.files:
-            raise _bad(path, f"does not name {name}, which every checkpoint has")
-    for name, file in manifest.files.items():
-        try:
-            size = (folder / name).stat().st_size
-        except OSError as error:
-            raise _bad(folder / name, f"cannot be read ({error.strerror}), expected {file.size:,} bytes") from error
-        if size != file.size:
-            raise _bad(folder / name, f"has {size:,} bytes, expected {file.size:,}")
-    return manifest
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _bad(path, f"cannot be read ({error.strerror})") from error
-
-
-def _compare(path: Path, file: File, actual: str) -> None:
-    if actual != file.sha256:
-        raise _bad(path, f"has SHA-256 {actual}, expected {file.sha256}")
-
-
-def _bad(path: Path, what: str) -> UserError:
-    return UserError(
-        f"{path}: {what}; the checkpoint was cut or changed after it was written, "
-        "so take another one or copy it again from where it came"
-    )
-
-
-def load(folder: Path) -> Loaded:
-    """Read a checkpoint, each file once, and verify every digest; :class:`UserError` names what does not hold."""
-    manifest = read_manifest(folder)
-
-    def read(name: str, parse: Callable[[bytes], Any]) -> Any:
-        data = _read(folder / name)
-        _compare(folder / name, manifest.files[name], hashlib.sha256(data).hexdigest())
-        try:
-            return parse(data)
-        except (ValueError, SafetensorError) as error:
-            raise _bad(folder / name, f"cannot be understood ({error})") from error
-
-    parts = {CONFIG: json.loads, WEIGHTS: safetensors.torch.load, MOMENTS: safetensors.torch.load, STATE: json.loads}
-    found = {name: read(name, parts.get(name, len)) for name in manifest.files}
-    weights = untie(found[CONFIG], found[WEIGHTS], folder)
-    return Loaded(folder, found[CONFIG], weights, found[MOMENTS], found[STATE], manifest)
-
-
-@torch.no_grad()
-def load_weights_into(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy every weight into the parameter of its name, in place, so that ties and optimizers hold.
-
-    The model may be compiled or wrapped. Strict: all missing and unexpected names and all other shapes are listed in
-    one :class:`UserError`, and then nothing is copied.
-    """
-    own = {clean_name(name): tensor for name, tensor in model.state_dict().items()}
-    if HEAD in own and own[HEAD].data_ptr() == own[TABLE].data_ptr():
-        own.pop(HEAD)
-    check_fit({name: tensor.shape for name, tensor in own.items()}, weights)
-    for name, tensor in own.items():
-        tensor.copy_(weights[name])
-
-
-def check_fit(shapes: dict[str, torch.Size], weights: dict[str, Tensor]) -> None:
-    """One :class:`UserError` with all missing and unexpected names and other shapes of a model's parameters."""
-    other = [
-        f"{name} is {list(weights[name].shape)} in the checkpoint and {list(shapes[name])} in the model"
-        for name in sorted(shapes.keys() & weights.keys())
-        if shapes[name] != weights[name].shape
-    ]
-    listed = {
-        "missing in the checkpoint": sorted(shapes.keys() - weights.keys()),
-        "unexpected in it": sorted(weights.keys() - shapes.keys()),
-        "of another shape": other,
-    }
-    if any(listed.values()):
-        lines = [f"  {len(names)} {what}: {', '.join(names)}" for what, names in listed.items() if names]
-        raise UserError(
-            "the weights do not fit the model:\n" + "\n".join(lines) + "\n"
-            "give the model.* settings and the tokenizer that the checkpoint was trained with (see its config.json)"
-        )
-
-
-def digest_tensors(tensors: dict[str, Tensor]) -> str:
-    """Hex SHA-256 over names, dtypes, shapes and bytes, in the order of the names: equal means bit-equal."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()

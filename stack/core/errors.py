@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class UserError(ValueError):
     """What a person can mend. Entry points print its message alone and exit with 2."""
@@ -13,3 +15,8 @@ class EchoError(UserError):
 
 class LostError(Exception):
     """Another rank is gone, or failed by a fault of ours. The cause, with its traceback, is told there."""
+
+
+def some(names: Sequence[str], most: int = 6) -> str:
+    """The first ``most`` names for a message, and how many more there are; ``none`` where there is none."""
+    return ", ".join([*names[:most], *([f"and {len(names) - most} more"] if len(names) > most else [])]) or "none"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stack.checkpoint.manager import MANIFEST, STATE, Manifest, read_manifest
+from stack.checkpoint import MANIFEST, STATE, Manifest, read_manifest
 from stack.config.schema import UserError
 from stack.core.files import read_json
 from stack.data.packing import Packed, open_packed

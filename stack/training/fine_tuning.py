@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.checkpoint.open import Base, build, load_base
 from stack.config.schema import FineTune, Model
 from stack.core.errors import UserError

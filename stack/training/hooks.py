@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.core.errors import UserError
 from stack.core.ranks import Ranks
 from stack.data.batches import Batch
@@ -111,7 +111,7 @@ class Save(Hook):
         keep: so many of the newest stay.
         checkpoints: the folder.
         ranks: this process among others.
-        contents: what is saved, as :func:`stack.checkpoint.manager.save` takes it.
+        contents: what is saved, as :func:`stack.checkpoint.save` takes it.
         hooks: whose states are saved.
     """
 

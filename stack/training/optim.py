@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from stack.config import schema as config
-from stack.config.schema import UserError
+from stack.core.errors import UserError, some
 from stack.core.ranks import ALONE, Ranks
+from stack.model.names import by_name
 
 
 def lr_factor(schedule: config.Schedule, step: int, steps: int) -> float:
@@ -122,7 +123,7 @@ class Optimizers:
         self, model: nn.Module, c: config.Optim, *, ns_dtype: torch.dtype = torch.float32, ranks: Ranks = ALONE
     ):
         self.config = c
-        self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names = {name: p for name, p in by_name(model.named_parameters()).items() if p.requires_grad}
         matrices = {n: p for n, p in self.names.items() if p.dim() == 2 and ".embed_tokens." not in n}
         rest = [p for n, p in self.names.items() if n not in matrices]
         groups = [{"params": rest, "lr": c.lr, "weight_decay": c.table_decay, "name": "table"}]
@@ -169,7 +170,7 @@ class Optimizers:
         if moments and (missing or unexpected):
             raise UserError(
                 f"the checkpoint's optimizer state does not fit optim.kind={self.config.kind}; take the optimizer and "
-                f"the model that made it. Missing: {_some(missing)}. Unexpected: {_some(unexpected)}"
+                f"the model that made it. Missing: {some(missing, 4)}. Unexpected: {some(unexpected, 4)}"
             )
         for key, value in moments.items():
             _, p, kind = slots[key]
@@ -192,7 +193,3 @@ class Optimizers:
             for p in group["params"]
             for kind in (("momentum_buffer",) if isinstance(optimizer, Muon) else ("step", "exp_avg", "exp_avg_sq"))
         }
-
-
-def _some(keys: list[str]) -> str:
-    return ", ".join(keys[:4] + [f"and {len(keys) - 4} more"] * (len(keys) > 4)) or "none"

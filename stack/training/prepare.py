@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stack.checkpoint.manager import read_manifest
+from stack.checkpoint import read_manifest
 from stack.config.schema import Config, Model, Run
 from stack.core.errors import UserError
 from stack.core.ranks import SHARED, Ranks

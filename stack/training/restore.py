@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.core.errors import UserError
 from stack.text.tokenizer import Tokenizer
 from stack.training.hooks import Hook

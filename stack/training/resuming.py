@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from stack.checkpoint.manager import MANIFEST
+from stack.checkpoint import MANIFEST
 from stack.config.schema import Config, UserError
 from stack.training.run_folder import Start, same_sources
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from stack.checkpoint import manager as checkpoint
+from stack import checkpoint
 from stack.config.arguments import Kind, hint_of, kind_of
 from stack.config.schema import LENGTHS, Config, FineTune, Run, UserError, keys_at, plain
 from stack.core import files, locks

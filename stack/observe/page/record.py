@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from stack.checkpoint import manager as checkpoint
-from stack.checkpoint.manager import Manifest
+from stack import checkpoint
+from stack.checkpoint import Manifest
 from stack.config.schema import UserError
 from stack.model.huggingface import TABLE, WEIGHTS
 from stack.observe import rows_audit as audit
