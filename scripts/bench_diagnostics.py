@@ -68,11 +68,9 @@ def main() -> None:
     torch.set_num_threads(1)
     draw = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
-        (off, off_record), (on, on_record) = (
-            begun(folder, "name=off", *OFF),
-            begun(folder, "name=on", "track.mode=offline"),
-        )
-        both, every = (off, on), on.step.config.diagnostics.rows_every
+        started = begun(folder, "name=off", *OFF), begun(folder, "name=on", "track.mode=offline")
+        both = [one for one, _ in started]
+        every = both[1].step.config.diagnostics.rows_every
         for step in (0, every - 1):  # the first ones have memory to get
             turn(both[0], step), turn(both[1], step)
         seconds = np.zeros((ROUNDS, 2, 2, 2))  # round; due or not; off or on; processor or clock
@@ -81,7 +79,8 @@ def main() -> None:
             for place in draw.permutation(4):
                 idle, on = divmod(int(place), 2)
                 seconds[number, idle, on] = turn(both[on], due - idle)
-        off_record.close(0), on_record.close(0)
+        for _, record in started:
+            record.close(0)
         rows = (Path(folder) / "on/metrics.jsonl").read_text().splitlines()
         looks = [len(row) for row in rows if "rows/norm_p50" in row]
         assert len(looks) == ROUNDS + 1

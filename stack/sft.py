@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.console import Console
 
 from stack import job
+from stack.checkpoint import read_manifest
 from stack.checkpoint.open import load_base
 from stack.config.schema import FineTune, entry
 from stack.core.ranks import SHARED
@@ -38,7 +41,8 @@ def run(config: FineTune) -> int:
         if not kept:  # no step was taken yet, so nothing is lost if the base is grown once more
             own.ranks.on_main(lambda: fine_tuning.graft(config, base, growth, parts, show))
             own.start = job.resume_point(config, own.ranks, own.display)
-        made = own.ranks.on_all(lambda: fine_tuning.learnt_from(config, parts, own.start), SHARED)
+        manifest = own.ranks.on_all(lambda: read_manifest(Path(str(own.start.checkpoint))), SHARED)
+        made = fine_tuning.learnt_from(config, parts, manifest.identity)
         return own.train(made, mode, _questions(config, own, parts, kept=kept))
 
 

@@ -134,15 +134,15 @@ MUTANTS = [
         (EVALUATE,),
     ),
     Mutant(
-        "5", "forget the moments", "stack/training/trainer.py",
-        "self.optimizers.load_moments(loaded.moments)",
+        "5", "forget the moments", "stack/training/restore.py",
+        "step.optimizers.load_moments(loaded.moments)",
         "pass",
         (RUN,),
     ),
     Mutant(
-        "5", "restore the step late", "stack/training/trainer.py",
-        "return cls(**loaded.state)",
-        "return cls(**loaded.state | {'step': loaded.state['step'] - 1})",
+        "5", "restore the step late", "stack/training/state.py",
+        "values.pop(entry.name) for entry",
+        "values.pop(entry.name) - (entry.name == 'step') for entry",
         (RUN,),
     ),
     Mutant(
@@ -152,8 +152,8 @@ MUTANTS = [
         (BATCHES,),
     ),
     Mutant(
-        "5", "a dry step that leaves a trace", "stack/training/trainer.py",
-        "self.optimizers.load_moments(moments)",
+        "5", "a dry step that leaves a trace", "stack/training/length.py",
+        "step.optimizers.load_moments(moments)",
         "pass",
         (TRAINER,),
     ),

@@ -11,11 +11,13 @@ import pytest
 import tiny
 import yaml
 
-from stack import checkpoint
+from stack import checkpoint, job
 from stack.config.schema import UserError, keys_at, plain
 from stack.observe.page import page
 from stack.training import run_folder
+from stack.training.restore import state_of
 from stack.training.run_folder import BEFORE, FREE, flatten
+from stack.training.state import State
 
 RUNS = [(old_runs.OLDER, "tiny"), (old_runs.OLD, "tiny"), (old_runs.OLD, "talk")]
 # The settings of a source in the first version that is kept here: its runs name no source, so they cannot tell.

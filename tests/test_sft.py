@@ -15,11 +15,11 @@ import torch
 from hydra import compose, initialize_config_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from stack import checkpoint, sft
+from stack import checkpoint
 from stack.checkpoint.open import load_base
 from stack.config import schema as config
 from stack.config.schema import FineTune, UserError
-from stack.core.ranks import Ranks
+from stack.core.ranks import ALONE
 from stack.data.batches import IGNORED
 from stack.data.packing import open_packed
 from stack.evaluation.generate import generate
@@ -27,7 +27,7 @@ from stack.model.decoder import Decoder
 from stack.model.huggingface import TABLE
 from stack.text import tokenizer
 from stack.text.conversation import encode
-from stack.tracking.metrics import Display
+from stack.training import fine_tuning
 
 prove_resume = tiny.script("prove_resume")
 
@@ -124,9 +124,9 @@ def test_only_assistants_are_learnt(root: Path) -> None:
     """Decoded, the supervised targets of the packed conversations are the answers of the file, each ended."""
     c = configure(root, "name=alone")
     base = load_base(c.base, c.runs_dir)
-    made, _ = sft.stages(c, base, Ranks(), Display(False))
-    words, packed = made.words, made.packed
-    train = sft.split(c, made).train
+    parts, _ = fine_tuning.from_base(c, base, ALONE, print)
+    words, packed = parts.tokenizer, parts.packed
+    train = fine_tuning.learnt_from(c, parts, {}).train
     batch = train.batch(range(train.num_windows))
     learnt = words.decode(batch.targets[batch.targets != IGNORED].tolist())
     talks = [json.loads(line)["messages"] for line in (root / "talk.jsonl").read_text().splitlines()]
@@ -206,8 +206,8 @@ def test_fresh_moments_replay_and_another_optimizer(root: Path) -> None:
     assert loaded.moments == {}
     c = configure(root, "sft.replay=0.34")
     base = load_base(c.base, c.runs_dir)
-    made, _ = sft.stages(c, base, Ranks(), Display(False))
-    train = sft.split(c, made).train
+    parts, _ = fine_tuning.from_base(c, base, ALONE, print)
+    train = fine_tuning.learnt_from(c, parts, {}).train
     of_text = [int((train.windows_of(s) >= train.first.num_windows).sum()) for s in range(50)]
     assert sum(of_text) == int(150 * 0.34) and set(of_text) == {1, 2}
     job = tiny.sft(root, "name=other", "optim=adamw", log="other.log")

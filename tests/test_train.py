@@ -18,10 +18,9 @@ import pytest
 import tiny
 
 from stack import checkpoint
-from stack import train as entry
 from stack.data import encoding
 from stack.text import tokenizer
-from stack.tracking.metrics import Display
+from stack.training.prepare import prepare_data
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -106,7 +105,7 @@ def test_a_missing_file_is_named(root: Path) -> None:
 
 def test_a_tokenizer_that_did_not_pack_the_data_is_refused_with_both(root: Path, tmp_path: Path) -> None:
     tiny.corpus(tmp_path / "corpus.jsonl", seed=5)
-    words, packed = entry.stages(tiny.configure(*tiny.settings(tmp_path)), tiny.Ranks(), Display(False))
+    words, packed = prepare_data(tiny.configure(*tiny.settings(tmp_path)), tiny.Ranks(), print)
     ours = checkpoint.verify(root / "runs/tiny/checkpoints/step-00000006").vocabulary_digest
     job = tiny.train(root, "name=foreign", f"data.packed={packed.folder}", log="foreign")
     message = error_of(job)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 
 STATUS = Path("/proc/self/status")  # Linux
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from stack.config.schema import EchoError, LostError, UserError
+from stack.core.errors import EchoError, LostError, UserError
 
 T = TypeVar("T")
 SHARED = "\nevery machine needs the same files under the same names: put data_dir and runs_dir where all see them"
