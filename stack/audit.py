@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stack.config.schema import Audit, UserError, entry
+from stack.config.schema import Audit, entry
+from stack.core.errors import UserError
+from stack.core.files import json_bytes
 from stack.observe import undertrained
 from stack.observe.rows_audit import audit
 from stack.text.tokenizer import quoted
@@ -27,7 +28,7 @@ TITLES = {
 def run(config: Audit) -> int:
     """The whole of ``stack.audit``; returns the exit code."""
     found = audit(config.checkpoint, config.counts, config.unused, config.top, config.runs_dir, show=_note)
-    text = json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json_bytes(found).decode()
     sys.stdout.reconfigure(encoding="utf-8")
     if config.json == "-":
         sys.stdout.write(text)

@@ -761,7 +761,7 @@ def test_a_change_within_a_tick_of_the_clock_is_noticed(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact, tick = form._state, form.SETTLED_NS  # the slowest clock for which it holds
-    coarse = lambda file: (*exact(file)[:3], *(time // tick * tick for time in exact(file)[3:]))  # noqa: E731
+    coarse = lambda path: (*exact(path)[:3], *(time // tick * tick for time in exact(path)[3:]))  # noqa: E731
     monkeypatch.setattr(form, "_state", coarse)
     for step in range(1, 11):
         path = write(tmp_path, step, tokenizer) / "training/state.json"

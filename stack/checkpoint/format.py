@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import safetensors.torch
@@ -24,6 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from stack.core.errors import UserError
+from stack.core.files import sha256
 from stack.model.huggingface import CONFIG, GENERATION, WEIGHTS, untie
 
 FORMAT = 1
@@ -183,16 +183,15 @@ _known: dict[tuple[int, ...], str] = {}  # SHA-256 of files that this process ha
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        state, now = _state(file), time.time_ns()
-        return _known.get(state) or _remember(state, now, hashlib.file_digest(file, "sha256").hexdigest())
+    state, now = _state(path), time.time_ns()
+    return _known.get(state) or _remember(state, now, sha256(path))
 
 
 def read_back(path: Path, written: Iterable[np.ndarray]) -> File:
     """Read a new file once, and hold it against what was written, uint8 in its order; its entry in the manifest."""
+    state, now = _state(path), time.time_ns()
     hashed, same = hashlib.sha256(), True
     with path.open("rb") as file:
-        state, now = _state(file), time.time_ns()
         for part in written:
             for begin in range(0, len(part), CHUNK):
                 wanted = part[begin : begin + CHUNK]
@@ -204,9 +203,9 @@ def read_back(path: Path, written: Iterable[np.ndarray]) -> File:
     return File(state[2], _remember(state, now, hashed.hexdigest()))
 
 
-def _state(file: BinaryIO) -> tuple[int, ...]:
+def _state(path: Path) -> tuple[int, ...]:
     """What differs after a change: device, inode, size, time of change of the content, and of anything."""
-    found = os.fstat(file.fileno())
+    found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 

@@ -62,7 +62,7 @@ def save(
     are JSON values without NaN; a ``metric`` that is not finite counts as none.
     """
     final = folder_of(checkpoints, step)
-    partial = _partial(final)
+    partial = disk.partial(final)
     weights = _one_copy(_plain(weights, torch.float32))
     moments = _plain(moments, None)
     assert weights[TABLE].shape[0] == tokenizer.vocab_size, "a row without a token, or a token without a row"
@@ -173,10 +173,6 @@ def _not_saved(final: Path, error: Exception, needed: int) -> str:
     )
 
 
-def _partial(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name.removeprefix('.')}.partial")
-
-
 def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
 
@@ -198,7 +194,7 @@ def tidy(checkpoints: Path) -> None:
 
 def _remove(folder: Path) -> None:
     """Remove a folder so that a kill in the midst of it leaves no half checkpoint under a good name."""
-    doomed = folder.rename(_partial(folder))
+    doomed = folder.rename(disk.partial(folder))
     shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -47,12 +47,17 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def partial(path: Path) -> Path:
+    """Where a file or folder is written before it takes its name."""
+    return path.with_name(f".{path.name.removeprefix('.')}.partial")
+
+
 def replace(path: Path, data: bytes | str, *, durable: bool = False) -> None:
     """Give a file this content, whole or not at all; text is written as UTF-8.
 
     ``durable``: it is on the disk before the old content goes.
     """
-    beside = path.with_name(f".{path.name.removeprefix('.')}.partial")
+    beside = partial(path)
     try:
         with open(beside, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)

@@ -7,7 +7,6 @@ what was digested: :class:`File` remembers what it was then, and every reader ho
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import stat
 from collections import Counter, deque
@@ -15,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stack.config.schema import UserError
+from stack.core.errors import UserError
+from stack.core.files import sha256
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")  # .json may be one array, too
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -122,16 +122,11 @@ def _cause(error: OSError) -> str:
 
 
 def _digest(path: Path) -> tuple[int, str]:
-    """Bytes and SHA-256 of what is read."""
-    hashed, size = hashlib.sha256(), 0
+    """Bytes and SHA-256 of a file."""
     try:
-        with path.open("rb", buffering=0) as file:
-            while chunk := file.read(CHUNK):
-                hashed.update(chunk)
-                size += len(chunk)
+        return path.stat().st_size, sha256(path)
     except OSError as error:
         raise UserError(f"{shown(path)} {_cause(error)}") from error
-    return size, hashed.hexdigest()
 
 
 # ---------------------------------------------------------------- which files are meant

@@ -5,12 +5,13 @@ Neither the text nor the conversations that they were made of are looked at, so 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 from stack.checkpoint import MANIFEST
-from stack.config.schema import Config, UserError
+from stack.config.schema import Config
+from stack.core.errors import UserError
+from stack.core.files import sha256
 from stack.training.run_folder import Start, same_sources
 
 
@@ -31,7 +32,7 @@ def find_packed(named: str, digest: str | None, checkpoint: Path, root: Path) ->
 
 def _digest(folder: Path) -> str | None:
     try:
-        return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+        return sha256(folder / MANIFEST)
     except OSError:
         return None
 
