@@ -47,6 +47,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def short_digest(inputs: dict[str, Any]) -> str:
+    """The 8 hex digits by which the name of a folder tells what it was made from."""
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:8]
+
+
 def partial(path: Path) -> Path:
     """Where a file or folder is written before it takes its name."""
     return path.with_name(f".{path.name.removeprefix('.')}.partial")

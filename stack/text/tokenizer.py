@@ -25,7 +25,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trai
 
 from stack.config import schema as config
 from stack.config.schema import UserError
-from stack.core.files import create_folder, read_json, write_json
+from stack.core.files import create_folder, read_json, short_digest, write_json
 from stack.data.holding_out import rule_of
 from stack.data.sources import Known, documents, look, uniform
 from stack.text.portions import PORTION, portions
@@ -381,8 +381,7 @@ def train(settings: config.Tokenizer, data: config.Data, root: Path, show: Calla
 
 
 def _folder(root: Path, settings: config.Tokenizer, inputs: dict[str, Any]) -> Path:
-    hexes = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:8]
-    return root / "tokenizers" / f"{settings.name}-{hexes}"
+    return root / "tokenizers" / f"{settings.name}-{short_digest(inputs)}"
 
 
 def _saw_all(folder: Path) -> bool:

@@ -8,7 +8,6 @@ partition function Z of V live rows, and M such rows give ``KL(old || new) <= lo
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from stack.config.schema import UserError
-from stack.core.files import create_folder, read_json, write_json
+from stack.core.files import create_folder, read_json, sha256, short_digest, write_json
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder
 from stack.model.huggingface import HEAD, TABLE
@@ -112,19 +111,17 @@ def grow_tokenizer(
         UserError: a token cannot be a control token.
     """
     growth = _plan(words, num_rows, tokens)
-    source = (words.folder / "tokenizer.json").read_bytes()
     inputs = {
         "format": FORMAT,
         "vocabulary_digest": words.digest,
-        "tokenizer_json": hashlib.sha256(source).hexdigest(),  # merges and pattern, which the digest does not know
+        "tokenizer_json": sha256(words.folder / "tokenizer.json"),  # merges and pattern, which the digest does not know
         "num_rows": num_rows,
         "tokens": list(tokens),
         "template": template,
     }
     kept = [index for text, index in words.control.items() if RESERVED_TEXT.fullmatch(text) and index in words.stops]
     inputs |= {"kept": kept} if kept else {}  # ends with the text of a reserved token, which the plan passes over
-    hexes = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:8]
-    folder = root / "tokenizers" / f"chat-{hexes}"
+    folder = root / "tokenizers" / f"chat-{short_digest(inputs)}"
     if not (folder / "manifest.json").is_file():
         create_folder(folder, lambda beside: _make(beside, words, growth, inputs))
     grown = tokenizer.load(folder).ending(words.stops)
