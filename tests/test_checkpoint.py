@@ -30,9 +30,10 @@ from stack.checkpoint import manager as checkpoint
 from stack.checkpoint.manager import MANIFEST
 from stack.config import schema as config
 from stack.config.schema import UserError
+from stack.data.sampling import train_tokenizer
 from stack.model.decoder import Decoder
 from stack.model.huggingface import HEAD, TABLE, WEIGHTS
-from stack.text.tokenizer import Tokenizer, train
+from stack.text.tokenizer import Tokenizer
 from stack.vocabulary.change import grow_tokenizer, migrate
 
 NUM_ROWS = 320
@@ -63,7 +64,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         hub=config.HubFlags(path=None, name=None, split="train", revision=None, streaming=True), on_bad_row="error",
         validation=0.1, seed=0, workers=1, shard_mb=1.0, packed=None,
     )  # fmt: skip
-    made = train(config.Tokenizer("t", NUM_ROWS, sample_mb=1.0, seed=0, folder=None), data, folder, lambda line: None)
+    settings = config.Tokenizer("t", NUM_ROWS, sample_mb=1.0, seed=0, folder=None)
+    made = train_tokenizer(settings, data, folder, lambda line: None)
     assert made.vocab_size == NUM_ROWS and made.reserved
     return made
 
@@ -294,8 +296,9 @@ NEW_PROCESS = """
 from __future__ import annotations
 import json, sys, torch
 from pathlib import Path
-from stack import checkpoint, config
-from stack.model.transformer import Decoder
+from stack.checkpoint import manager as checkpoint
+from stack.config import schema as config
+from stack.model.decoder import Decoder
 {step_once}
 model = Decoder(config.Model(**json.loads(sys.argv[2])), 320, seed=99)
 checkpoint.load_weights_into(model, checkpoint.load(Path(sys.argv[1])).weights)

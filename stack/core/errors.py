@@ -13,3 +13,7 @@ class EchoError(UserError):
 
 class LostError(Exception):
     """Another rank is gone, or failed by a fault of ours. The cause, with its traceback, is told there."""
+
+
+class BadRow(Exception):
+    """A row that holds no text; the message is the reason under which it is counted."""
