@@ -29,7 +29,8 @@ from stack import job, train
 from stack.config import schema as config
 from stack.config.schema import Config
 from stack.core.ranks import ALONE
-from stack.tracking.metrics import Display, Tracker
+from stack.tracking.terminal import Display
+from stack.tracking.tracker import Tracker
 from stack.training.prepare import prepare_data
 from stack.training.run_folder import FRESH
 from stack.training.signals import Signals

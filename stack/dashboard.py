@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stack.config.schema import Dashboard, UserError, entry
 from stack.tracking.metrics import MEASURED
-from stack.tracking.wandb_run import decide
+from stack.tracking.wandb_mode import decide
 
 if TYPE_CHECKING:
     import wandb_workspaces.workspaces as ws

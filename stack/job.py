@@ -28,8 +28,11 @@ from stack.observe import rows_audit as audit
 from stack.observe.page import page
 from stack.observe.table import Rows
 from stack.tracking.hooks import Progress, Write
-from stack.tracking.metrics import Display, Metrics, Tracker
-from stack.tracking.wandb_run import WandbRun, choose_mode
+from stack.tracking.metrics import Metrics
+from stack.tracking.terminal import Display
+from stack.tracking.tracker import Tracker
+from stack.tracking.wandb_mode import choose_mode
+from stack.tracking.wandb_run import WandbRun
 from stack.training import run_folder
 from stack.training.hooks import BadSteps, Every, Hook, Save
 from stack.training.length import dry_step, num_steps

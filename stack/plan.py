@@ -11,7 +11,7 @@ from stack.data.encoding import id_dtype
 from stack.data.sources import expected_bytes
 from stack.observe import flops as throughput
 from stack.observe import memory
-from stack.tracking.metrics import duration
+from stack.tracking.terminal import duration
 
 _GB = 1e9
 

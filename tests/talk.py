@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from stack.text import tokenizer
-from stack.text.conversation import TEMPLATE
+from stack.text.bpe import fit
+from stack.text.template import TEMPLATE
 from stack.text.tokenizer import Tokenizer
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -15,7 +16,7 @@ CONTROL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_r
 def tokenizer_in(folder: Path) -> Tokenizer:
     """Made in a folder as a checkpoint has it; the chat tokens stand in the place of reserved ones."""
     text = "user\nassistant\nsystem\ntool\nthe sea and the answer is the sea; \n\n yes, no. "
-    content = json.loads(tokenizer.fit([text] * 9, 300).to_str())
+    content = json.loads(fit([text] * 9, 300).to_str())
     for number, name in enumerate(CONTROL):
         next(t for t in content["added_tokens"] if t["content"] == f"<|reserved_{number}|>")["content"] = name
     content["post_processor"] = None  # as growth leaves it: the template writes the bos

@@ -13,7 +13,8 @@ from stack.config import schema as config
 from stack.evaluation.generate import generate
 from stack.model.decoder import Decoder
 from stack.text import tokenizer
-from stack.text.conversation import TEMPLATE
+from stack.text.bpe import fit
+from stack.text.template import TEMPLATE
 from stack.text.tokenizer import Tokenizer
 from stack.vocabulary.change import grow_tokenizer
 
@@ -22,7 +23,7 @@ def vocabulary(root: Path, *, chat: bool) -> Tokenizer:
     """The 256 bytes, a few merges, and the chat tokens."""
     folder = root / "tokenizer"
     folder.mkdir(parents=True)
-    tokenizer.fit(["the cat sat. assistant user system " * 9], 320).save(str(folder / "tokenizer.json"))
+    fit(["the cat sat. assistant user system " * 9], 320).save(str(folder / "tokenizer.json"))
     roles = {"bos_token": tokenizer.END_OF_TEXT, "eos_token": tokenizer.END_OF_TEXT, "pad_token": tokenizer.PAD}
     (folder / "tokenizer_config.json").write_text(json.dumps(roles))
     words = tokenizer.load(folder)

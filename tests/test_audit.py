@@ -26,11 +26,13 @@ from stack import checkpoint
 from stack.audit import main
 from stack.checkpoint.open import load_tables
 from stack.config.schema import UserError
+from stack.core.files import write_json
 from stack.data.packing import open_packed
 from stack.model.huggingface import HEAD, TABLE, WEIGHTS
 from stack.observe import rows_audit as audit
 from stack.text import tokenizer
-from stack.text.tokenizer import Tokenizer, readable
+from stack.text.bpe import fit, hugging_face_settings
+from stack.text.tokenizer import Tokenizer, byte_characters, readable
 
 SYLLABLES = [a + b for a in "bdfgklmnprst" for b in ("a", "e", "i", "o", "u", "an", "er", "is")]
 PLANTED = [f"qx{a}w{b}zj" for a in "aeiou" for b in "bdgm"]  # 20 words of the vocabulary and of no text
@@ -83,9 +85,9 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     root = tmp_path_factory.mktemp("world")
     (root / "words").mkdir()
-    inner = tokenizer.fit([*texts(0, 600), *[f" {word}" * 200 for word in PLANTED]], ROWS - 20)
+    inner = fit([*texts(0, 600), *[f" {word}" * 200 for word in PLANTED]], ROWS - 20)
     inner.save(str(root / "words/tokenizer.json"))
-    tokenizer.write_json(root / "words/tokenizer_config.json", tokenizer.hugging_face_settings())
+    write_json(root / "words/tokenizer_config.json", hugging_face_settings())
     words = tokenizer.load(root / "words")
     (root / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(0, 600)))
     shape = ("model.layers=1", "model.d=64", "model.heads=2", "model.head_dim=32", "model.ffn=96", "train.window=64")
@@ -280,9 +282,9 @@ def test_what_is_not_whole_is_refused_by_name(world: World, untied: Path, tmp_pa
 def vocabulary(folder: Path, control: list[str], *, drop_no_text: bool) -> Tokenizer:
     """The 256 bytes, or those that texts hold, and control tokens behind ``<|endoftext|>``."""
     folder.mkdir()
-    inner = tokenizer.fit(["ab"], 320)
+    inner = fit(["ab"], 320)
     content = json.loads(inner.to_str())
-    characters = {tokenizer._byte_characters()[byte] for byte in tokenizer.NO_TEXT} if drop_no_text else set()
+    characters = {byte_characters()[byte] for byte in tokenizer.NO_TEXT} if drop_no_text else set()
     plain = [token for token in content["model"]["vocab"] if token not in characters and "<|" not in token]
     texts = ["<|endoftext|>", *control]
     content["model"]["vocab"] = {token: i for i, token in enumerate([*texts, *plain])}
@@ -291,8 +293,8 @@ def vocabulary(folder: Path, control: list[str], *, drop_no_text: bool) -> Token
     content["added_tokens"] = [entry | {"id": i, "content": text} for i, text in enumerate(texts)]
     content["post_processor"] = None
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    settings = tokenizer.hugging_face_settings() | {"pad_token": "<|endoftext|>"}
-    tokenizer.write_json(folder / "tokenizer_config.json", settings)
+    settings = hugging_face_settings() | {"pad_token": "<|endoftext|>"}
+    write_json(folder / "tokenizer_config.json", settings)
     return tokenizer.load(folder)
 
 

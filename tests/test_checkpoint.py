@@ -32,10 +32,11 @@ from stack.checkpoint import MANIFEST, manager
 from stack.checkpoint import format as form
 from stack.config import schema as config
 from stack.config.schema import UserError
+from stack.data.sampling import train_tokenizer
 from stack.model.decoder import Decoder
 from stack.model.huggingface import HEAD, TABLE, WEIGHTS
 from stack.model.names import clean_name
-from stack.text.tokenizer import Tokenizer, train
+from stack.text.tokenizer import Tokenizer
 from stack.vocabulary.change import grow_tokenizer, migrate
 
 NUM_ROWS = 320
@@ -66,7 +67,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         hub=config.HubFlags(path=None, name=None, split="train", revision=None, streaming=True), on_bad_row="error",
         validation=0.1, seed=0, workers=1, shard_mb=1.0, packed=None,
     )  # fmt: skip
-    made = train(config.Tokenizer("t", NUM_ROWS, sample_mb=1.0, seed=0, folder=None), data, folder, lambda line: None)
+    settings = config.Tokenizer("t", NUM_ROWS, sample_mb=1.0, seed=0, folder=None)
+    made = train_tokenizer(settings, data, folder, lambda line: None)
     assert made.vocab_size == NUM_ROWS and made.reserved
     return made
 

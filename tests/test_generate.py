@@ -16,6 +16,7 @@ from stack.config.schema import UserError
 from stack.evaluation.generate import Sampling, candidates, generate, pieces, stream
 from stack.model.decoder import Decoder
 from stack.text import tokenizer as words
+from stack.text.bpe import fit
 
 ROWS = 96
 CONTEXT = 96
@@ -244,7 +245,7 @@ def test_bf16_caches_in_bf16(model):
 def vocabulary(tmp_path_factory) -> words.Tokenizer:
     """Bytes, a few merges that cut characters, and reserved tokens."""
     folder = tmp_path_factory.mktemp("vocabulary")
-    words.fit(["naïve 🙂🙃 ÄÖÜ 東京 the the " * 9], 320).save(str(folder / "tokenizer.json"))
+    fit(["naïve 🙂🙃 ÄÖÜ 東京 the the " * 9], 320).save(str(folder / "tokenizer.json"))
     roles = {"bos_token": words.END_OF_TEXT, "eos_token": words.END_OF_TEXT, "pad_token": words.PAD}
     (folder / "tokenizer_config.json").write_text(json.dumps(roles))
     return words.load(folder)

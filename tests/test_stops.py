@@ -23,10 +23,11 @@ from transformers import (
 
 from stack import checkpoint
 from stack.checkpoint.open import build, load_base
+from stack.core.files import read_json
 from stack.evaluation import answers
 from stack.evaluation.answers import Question
 from stack.evaluation.generate import generate
-from stack.text import conversation, tokenizer
+from stack.text import template, tokenizer
 from stack.vocabulary.change import grow_tokenizer, migrate
 
 LLAMA = ("<s>", "</s>", "<|eot|>")
@@ -174,7 +175,7 @@ def test_a_chat_template_that_is_not_used_is_told(tmp_path: Path, where: str) ->
 def grown(folder: Path, root: Path) -> Path:
     """The checkpoint of step 0 of a fine-tuning of the folder."""
     base = load_base(str(folder), "runs")
-    words, growth = grow_tokenizer(base.tokenizer, base.num_rows, CONTROL, conversation.TEMPLATE, root)
+    words, growth = grow_tokenizer(base.tokenizer, base.num_rows, CONTROL, template.TEMPLATE, root)
     weights, moments = migrate(growth, base.weights, {})
     return checkpoint.save(
         root / "run/checkpoints", 0, model_config=base.model, tokenizer=words, weights=weights, moments=moments,
@@ -193,7 +194,7 @@ def test_the_ends_of_a_base_stay_when_it_has_grown(tmp_path: Path, padded_by_its
     end = words.control["<|im_end|>"]
     assert set(words.stops) == {end, 0, 1, 2} and words.stops[:2] == (end, 0)
     for name in ("config.json", "generation_config.json"):
-        assert tokenizer.read_json(made / name)["eos_token_id"] == list(words.stops)
+        assert read_json(made / name)["eos_token_id"] == list(words.stops)
     generation = GenerationConfig.from_pretrained(made)
     assert not set(generation.suppress_tokens or ()) & set(words.stops)
     theirs = AutoTokenizer.from_pretrained(made)
@@ -226,6 +227,6 @@ def test_samples_and_checkpoints_of_a_fine_tuning_keep_the_ends(tmp_path: Path) 
     assert "sample: 'say the cat\\n'" in job.output() and "</s>" not in job.output()
     for step in (0, 1):
         made = tmp_path / f"runs/talk/checkpoints/step-{step:08d}"
-        stops = tokenizer.read_json(made / "generation_config.json")["eos_token_id"]
+        stops = read_json(made / "generation_config.json")["eos_token_id"]
         words = load_base(str(made), "runs").tokenizer
         assert tuple(stops) == words.stops == (words.end_of_turn, 0, 1)

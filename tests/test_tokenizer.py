@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 
 from stack.config import schema as config
 from stack.config.schema import UserError
+from stack.data import sampling
+from stack.data.sampling import train_tokenizer
 from stack.data.sources import held_out, look
 from stack.text import portions, tokenizer
-from stack.text.tokenizer import END_OF_TEXT, PAD, Tokenizer, load, train
+from stack.text.bpe import PATTERN, fit
+from stack.text.tokenizer import END_OF_TEXT, PAD, Tokenizer, byte_characters, load
 
 WORDS = (
     "the",
@@ -85,7 +88,7 @@ def made(tmp_path_factory) -> Tokenizer:
     """Trained on ASCII only, so that every other byte is in the alphabet by law and not by luck."""
     folder = tmp_path_factory.mktemp("made")
     data = data_of({"one": write(folder / "one.jsonl", sentences(0, 400))})
-    return train(settings_of(384), data, folder, lambda line: None)
+    return train_tokenizer(settings_of(384), data, folder, lambda line: None)
 
 
 # control tokens, their parts and what breaks other tokenizers, mixed with any text
@@ -129,8 +132,8 @@ def test_every_byte_is_a_token(made):
     ids = [made.encode(chr(code))[-1] for code in range(0x80, 0x800)] + made.encode("".join(map(chr, range(128))))
     assert len(set(ids)) > 128
     inner = json.loads((made.folder / "tokenizer.json").read_text())["model"]["vocab"]
-    assert [token for token in inner if len(token) == 1] == sorted(tokenizer._byte_characters(), key=inner.get)
-    assert len(set(tokenizer._byte_characters())) == 256
+    assert [token for token in inner if len(token) == 1] == sorted(byte_characters(), key=inner.get)
+    assert len(set(byte_characters())) == 256
 
 
 def test_digits_stand_alone_and_words_keep_their_blank(made):
@@ -157,7 +160,7 @@ def test_ids_and_roles(made):
 def test_the_vocabulary_has_exactly_the_size_asked_for_where_the_text_has_it(tmp_path):
     lines: list[str] = []
     data = data_of({"one": write(tmp_path / "one.jsonl", noise(50))})
-    made = train(settings_of(640), data, tmp_path, lines.append)
+    made = train_tokenizer(settings_of(640), data, tmp_path, lines.append)
     assert (made.vocab_size, made.reserved) == (640, ())
     assert not any("warning" in line for line in lines)
 
@@ -166,7 +169,7 @@ def test_a_text_with_few_merges_gives_its_real_size_with_a_warning(tmp_path):
     lines: list[str] = []
     text = "the cat sat on the mat. " * 8  # about 200 bytes
     data = data_of({"one": write(tmp_path / "one.jsonl", [text])}, validation=1e-9)
-    made = train(settings_of(1024), data, tmp_path, lines.append)
+    made = train_tokenizer(settings_of(1024), data, tmp_path, lines.append)
     assert made.vocab_size == 320 and 0 < len(made.reserved) < 64
     (warning,) = [line for line in lines if line.startswith("warning")]
     entries = made.vocab_size - len(made.reserved)
@@ -184,7 +187,7 @@ def test_a_text_with_few_merges_gives_its_real_size_with_a_warning(tmp_path):
 def test_no_text_is_an_error(tmp_path):
     data = data_of({"one": write(tmp_path / "one.jsonl", ["", ""])})
     with pytest.raises(UserError, match="no text"):
-        train(settings_of(320), data, tmp_path, print)
+        train_tokenizer(settings_of(320), data, tmp_path, print)
 
 
 QWEN3 = {
@@ -246,36 +249,36 @@ def test_hugging_face_saves_what_we_load(made, theirs, tmp_path):
 
 def test_equal_inputs_reuse_the_folder_and_a_change_makes_another(tmp_path):
     data = data_of({"one": write(tmp_path / "one.jsonl", sentences(0, 50))})
-    first = train(settings_of(320), data, tmp_path, lambda line: None)
+    first = train_tokenizer(settings_of(320), data, tmp_path, lambda line: None)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     lines: list[str] = []
-    assert train(settings_of(320), data, tmp_path, lines.append) == first
+    assert train_tokenizer(settings_of(320), data, tmp_path, lines.append) == first
     assert "already trained" in lines[0]
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     others = [
-        train(settings_of(384), data, tmp_path, lines.append),
-        train(settings_of(320, seed=1), data, tmp_path, lines.append),
-        train(settings_of(320), dataclasses.replace(data, validation=0.2), tmp_path, lines.append),
-        train(settings_of(320, name="u"), data, tmp_path, lines.append),
+        train_tokenizer(settings_of(384), data, tmp_path, lines.append),
+        train_tokenizer(settings_of(320, seed=1), data, tmp_path, lines.append),
+        train_tokenizer(settings_of(320), dataclasses.replace(data, validation=0.2), tmp_path, lines.append),
+        train_tokenizer(settings_of(320, name="u"), data, tmp_path, lines.append),
     ]
     write(tmp_path / "one.jsonl", sentences(1, 50))
-    others.append(train(settings_of(320), data, tmp_path, lines.append))
+    others.append(train_tokenizer(settings_of(320), data, tmp_path, lines.append))
     assert len({first.folder, *(other.folder for other in others)}) == 6
-    assert train(settings_of(320, folder=str(first.folder)), data, tmp_path, lines.append) == first
+    assert train_tokenizer(settings_of(320, folder=str(first.folder)), data, tmp_path, lines.append) == first
 
 
 def test_what_a_killed_training_left_is_replaced(tmp_path):
     data = data_of({"one": write(tmp_path / "one.jsonl", sentences(0, 50))})
-    folder = train(settings_of(320), data, tmp_path, lambda line: None).folder
+    folder = train_tokenizer(settings_of(320), data, tmp_path, lambda line: None).folder
     (folder / "manifest.json").unlink()
     (folder / "tokenizer.json").write_text("{")
-    assert train(settings_of(320), data, tmp_path, lambda line: None).folder == folder
+    assert train_tokenizer(settings_of(320), data, tmp_path, lambda line: None).folder == folder
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 ONE_THREAD = """
 import json, sys
-from stack.tokenizer import fit
+from stack.text.bpe import fit
 sys.stdout.write(fit(json.load(open(sys.argv[1])), 640).to_str())
 """
 
@@ -286,8 +289,8 @@ def test_training_gives_equal_bytes_on_any_number_of_threads_and_in_any_order(tm
     environment = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", ONE_THREAD, str(tmp_path / "texts.json")]
     alone = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    assert tokenizer.fit(texts, 640).to_str() == alone
-    assert tokenizer.fit(reversed(texts), 640).to_str() == alone
+    assert fit(texts, 640).to_str() == alone
+    assert fit(reversed(texts), 640).to_str() == alone
 
 
 def test_the_sample_is_capped_spread_by_weight_and_free_of_what_is_held_out(tmp_path):
@@ -298,14 +301,14 @@ def test_the_sample_is_capped_spread_by_weight_and_free_of_what_is_held_out(tmp_
     }
     data = data_of(sources)
     known = {name: look(source) for name, source in sources.items()}
-    sample, measured = tokenizer._sample(settings_of(320, sample_mb=0.08), data, known, print)
+    sample, measured = sampling._sample(settings_of(320, sample_mb=0.08), data, known, print)
     assert 0.079e6 < sum(map(len, sample)) <= 0.08e6
     counts = {name: sum(text.startswith(name) for text in sample) for name in texts}
     assert counts["c"] == 0 and 2.4 < counts["b"] / counts["a"] < 3.7
     held = {text for group in texts.values() for text in group if held_out(_key(text), data.validation, data.seed)}
     assert held.isdisjoint(sample) and held.issuperset(text for group in measured.values() for text in group)
-    assert tokenizer._sample(settings_of(320, sample_mb=0.08), data, known, print)[0] == sample
-    assert tokenizer._sample(settings_of(320, sample_mb=0.08, seed=1), data, known, print)[0] != sample
+    assert sampling._sample(settings_of(320, sample_mb=0.08), data, known, print)[0] == sample
+    assert sampling._sample(settings_of(320, sample_mb=0.08, seed=1), data, known, print)[0] != sample
 
 
 def _key(text: str) -> bytes:
@@ -315,7 +318,7 @@ def _key(text: str) -> bytes:
 def test_bytes_per_token_are_reported_by_source(tmp_path):
     lines: list[str] = []
     data = data_of({name: write(tmp_path / f"{name}.jsonl", sentences(seed, 60)) for seed, name in enumerate("ab")})
-    made = train(settings_of(320), data, tmp_path, lines.append)
+    made = train_tokenizer(settings_of(320), data, tmp_path, lines.append)
     manifest = json.loads((made.folder / "manifest.json").read_text())
     for seed, name in enumerate("ab"):
         held = [t for t in sentences(seed, 60) if held_out(_key(t), data.validation, data.seed)]
@@ -407,7 +410,7 @@ def other(made, request, tmp_path_factory) -> tuple[Tokenizer, object]:
 
     size = made.vocab_size - len(made.reserved)
     tokens = [added(END_OF_TEXT, 0), added(PAD, 1), added("<tool_call>", size, special=False)]
-    llama3 = {"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": tokenizer.PATTERN},
+    llama3 = {"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": PATTERN},
               "behavior": "Isolated", "invert": False}, PLAIN]}  # fmt: skip
     inner = {
         "gpt2": {},
@@ -469,7 +472,7 @@ def test_a_million_letters_without_a_blank_are_learnt_from():
     """Where each merge looked at all of a stretch, this took minutes."""
     text = "".join(random.Random(0).choices("ACGT", k=1_000_000))
     began = time.process_time()
-    assert tokenizer.fit([text], 1024).get_vocab_size() == 1024
+    assert fit([text], 1024).get_vocab_size() == 1024
     assert time.process_time() - began < 20
 
 
@@ -530,14 +533,14 @@ def test_a_character_without_a_token_is_replaced_and_not_dropped(made, tmp_path)
     """As SmolLM2's vocabulary, which has no 0x04 and no 0xF1."""
     model = model_of(made)["model"]
     vocabulary = dict(model["vocab"])
-    for number, character in enumerate((tokenizer._byte_characters()[0x04], tokenizer._byte_characters()[0xF1])):
+    for number, character in enumerate((byte_characters()[0x04], byte_characters()[0xF1])):
         vocabulary["zq" * (number + 1)] = vocabulary.pop(character)
     found = load(foreign(tmp_path, made, model_of(made, vocab=vocabulary, unk_token=END_OF_TEXT)))
     text = "a\x04b\U00040000c\U0007ffff"
     assert found.decode(found.encode(text)) == "a\ufffdb\ufffdc\ufffd"
     assert found.encode_batch([text, "sea"]) == [found.encode(text), made.encode("sea")]
     with pytest.raises(UserError, match="no token for"):
-        train(settings_of(320, folder=str(tmp_path)), data_of({}), tmp_path, print)
+        train_tokenizer(settings_of(320, folder=str(tmp_path)), data_of({}), tmp_path, print)
 
 
 @pytest.mark.parametrize(
@@ -575,4 +578,4 @@ def test_a_tokenizer_of_another_table_is_not_trained_on(made, tmp_path):
     found = load(foreign(tmp_path, made))
     assert found.vocab_size % 64
     with pytest.raises(UserError, match=f"{found.vocab_size} tokens, which is no multiple of 64"):
-        train(settings_of(320, folder=str(tmp_path)), data_of({}), tmp_path, print)
+        train_tokenizer(settings_of(320, folder=str(tmp_path)), data_of({}), tmp_path, print)

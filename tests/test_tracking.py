@@ -16,7 +16,8 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack.tracking.metrics import Display, Metrics, duration, fitting
+from stack.tracking.metrics import Metrics
+from stack.tracking.terminal import Display, duration, fitting
 
 
 def lines(path: Path) -> list[dict]:

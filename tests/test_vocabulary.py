@@ -19,10 +19,12 @@ from transformers import AutoTokenizer
 from stack import checkpoint
 from stack.config import schema as config
 from stack.config.schema import UserError
+from stack.core.files import write_json
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder, Loss
 from stack.model.huggingface import TABLE
 from stack.text import tokenizer
+from stack.text.bpe import fit, hugging_face_settings
 from stack.text.tokenizer import END_OF_TEXT, END_OF_TURN, START_OF_TURN, Tokenizer
 from stack.training.optim import Optimizers
 from stack.vocabulary.change import Growth, grow_tokenizer, measure, migrate
@@ -48,12 +50,12 @@ def noise(count: int = 40) -> list[str]:
 def words_of(folder: Path, entries: int, *, padded: bool = True) -> Tokenizer:
     """A tokenizer of so many entries, with reserved tokens up to a multiple of 64 or without."""
     folder.mkdir()
-    inner = tokenizer.fit(noise(), entries)
+    inner = fit(noise(), entries)
     content = json.loads(inner.to_str())
     if not padded:
         content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < entries]
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    tokenizer.write_json(folder / "tokenizer_config.json", tokenizer.hugging_face_settings())
+    write_json(folder / "tokenizer_config.json", hugging_face_settings())
     return tokenizer.load(folder)
 
 

@@ -23,8 +23,9 @@ import yaml
 
 from stack import dashboard
 from stack.config.schema import UserError
-from stack.tracking import wandb_run
-from stack.tracking.metrics import Metrics, Tracker
+from stack.tracking import wandb_mode, wandb_run
+from stack.tracking.metrics import Metrics
+from stack.tracking.tracker import Tracker
 
 KEY = "k" * 40
 SECTIONS = {"train", "eval", "memory", "throughput", "optim", "time", "samples"}
@@ -303,10 +304,10 @@ def test_modes(
     wandb.teardown()  # it looks for keys once in a process
     try:
         if found in ("online", "offline", "disabled"):
-            assert wandb_run.decide(track, tmp_path, lambda line: None)[0] == found
+            assert wandb_mode.decide(track, tmp_path, lambda line: None)[0] == found
         else:
             with pytest.raises(UserError, match=found):
-                wandb_run.decide(track, tmp_path, lambda line: None)
+                wandb_mode.decide(track, tmp_path, lambda line: None)
     finally:
         wandb.teardown()
 
@@ -347,13 +348,13 @@ def test_what_is_wrong_with_wandb_alone_is_one_line(
         wandb.teardown()
         try:
             if mode == "auto":
-                found = wandb_run.choose_mode(track, tmp_path, lines.append)
+                found = wandb_mode.choose_mode(track, tmp_path, lines.append)
                 assert found == ("disabled" if "disabled" in said else "offline")
                 assert sum(said in line for line in lines) == 1 and len(lines) <= 2, lines
                 assert all("short" not in line for line in lines)
             else:
                 with pytest.raises(UserError, match=r"track\.mode=online, but"):
-                    wandb_run.choose_mode(replace(track, mode="online"), tmp_path, lines.append)
+                    wandb_mode.choose_mode(replace(track, mode="online"), tmp_path, lines.append)
         finally:
             wandb.teardown()
 
@@ -378,8 +379,8 @@ def _with_theirs(root: str, env: dict[str, str], more: list[str]) -> None:
 def test_wandb_disabled_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_DISABLED", "true")
     track = tiny.configure(*tiny.settings(tmp_path, "track.mode=auto")).track
-    assert wandb_run.decide(track, tmp_path, print) == ("disabled", "")
-    assert wandb_run.decide(replace(track, mode="offline"), tmp_path, print)[0] == "offline"
+    assert wandb_mode.decide(track, tmp_path, print) == ("disabled", "")
+    assert wandb_mode.decide(replace(track, mode="offline"), tmp_path, print)[0] == "offline"
 
 
 def run_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> tuple[Tracker, wandb_run.WandbRun, list[str]]:

@@ -37,7 +37,8 @@ from stack.evaluation.validation import Validation
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder
 from stack.observe.table import Rows
-from stack.tracking.metrics import MEASURED, Display
+from stack.tracking.metrics import MEASURED
+from stack.tracking.terminal import Display
 from stack.training.hooks import Hook, Moment
 from stack.training.length import DryStep, dry_step
 from stack.training.prepare import Materials, prepare_data

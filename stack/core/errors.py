@@ -17,6 +17,10 @@ class LostError(Exception):
     """Another rank is gone, or failed by a fault of ours. The cause, with its traceback, is told there."""
 
 
+class BadRow(Exception):
+    """A row that holds no text; the message is the reason under which it is counted."""
+
+
 def some(names: Sequence[str], most: int = 6) -> str:
     """The first ``most`` names for a message, and how many more there are; ``none`` where there is none."""
     return ", ".join([*names[:most], *([f"and {len(names) - most} more"] if len(names) > most else [])]) or "none"

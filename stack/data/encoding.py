@@ -26,7 +26,7 @@ import numpy as np
 from stack.config.schema import UserError
 from stack.text import conversation
 from stack.text import tokenizer as tokenizers
-from stack.text.conversation import Message
+from stack.text.messages import Message
 from stack.text.tokenizer import Tokenizer
 
 

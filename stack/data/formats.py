@@ -8,7 +8,7 @@
 =============  ====================================================================================================
 
 The fields of a row tell its format. ``system`` and ``tools`` may stand beside each. Whether the messages are good, and
-what of them is learnt, is said by :func:`stack.text.conversation.check`.
+what of them is learnt, is said by :func:`stack.text.messages.check`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from stack.config.schema import TalkSource
-from stack.data.sources import MADE_OF, BadRow
+from stack.core.errors import BadRow
+from stack.text.messages import REASONING
 
+MADE_OF = "document"  # the field of a conversation that names the document which it is made of
 MESSAGES = "messages"
 LISTS = {"messages": (MESSAGES,), "sharegpt": ("conversations", "conversation")}
 QUESTIONS = {"alpaca": ("instruction",), "prompt": ("prompt", "question", "query", "input")}
 ANSWERS = ("output", "completion", "response", "answer")
 INPUTS, HISTORY, SYSTEM, TOOLS = ("input", "context"), "history", ("system", "system_prompt"), ("tools", "functions")
-REASONING = ("reasoning_content", "thinking", "reasoning")  # of a message …
-COLUMNS_OF_REASONING = REASONING[:2]  # … and beside the messages, where ``reasoning`` is often a switch: on or off
+COLUMNS_OF_REASONING = REASONING[:2]  # beside the messages, where ``reasoning`` is often a switch: on or off
 # Rows in which one of these says something are refused: their answers speak of what no prompt would show.
 NOT_SHOWN = ("image", "images", "video", "videos", "audio", "audios", "documents")
 PREFERENCE, PREFERRED = ("chosen", "rejected"), "preference data (chosen and rejected)"

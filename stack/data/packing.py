@@ -36,7 +36,7 @@ from stack.data.files import Changed
 from stack.data.holding_out import Rule, rule_of
 from stack.data.placement import plan_windows
 from stack.data.sources import Known
-from stack.text import conversation
+from stack.text import conversation, template
 from stack.text.tokenizer import Tokenizer
 
 FORMAT = 1
@@ -227,8 +227,8 @@ def pack(
         **{key: getattr(data, key) for key in ("validation", "seed", "on_bad_row", "shard_mb")},
     }
     if isinstance(data, config.Conversations):
-        template = hashlib.sha256(conversation.TEMPLATE.encode()).hexdigest()
-        inputs |= {"window": window, "too_long": data.too_long, "template": template}
+        digest = hashlib.sha256(template.TEMPLATE.encode()).hexdigest()
+        inputs |= {"window": window, "too_long": data.too_long, "template": digest}
     digest = hashlib.sha256(_json(inputs)).hexdigest()
     folder = root / "packed" / f"{data.name}-{digest[:8]}"
     if not folder.is_dir():

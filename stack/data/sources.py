@@ -28,18 +28,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stack.config.schema import Hub, Source, TalkSource, UserError
+from stack.config.schema import Hub, Source, TalkSource
+from stack.core.errors import BadRow, UserError
 from stack.data import files, lines
 from stack.data.files import File, Found
+from stack.data.formats import MADE_OF, messages_of
+from stack.text.messages import Message, canonical, check
 
 if TYPE_CHECKING:
     import pyarrow
 
-    from stack.text.conversation import Message
-
 BATCH = 100  # rows taken from a data set at a time
 PLAIN = tuple((suffix, "") for suffix in (".txt", *files.JSON_LINES))
-MADE_OF = "document"  # the field of a conversation that names the document which it is made of
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,6 @@ class Document:
         """The content of a document that is a text."""
         assert isinstance(self.content, str), "a conversation is no text"
         return self.content
-
-
-class BadRow(Exception):
-    """A row that holds no text; the message is the reason under which it is counted."""
 
 
 @dataclass(frozen=True)
@@ -428,12 +424,6 @@ def _text(record: dict[str, Any], source: Source, row: int) -> Document:
 
 
 def _conversation(record: dict[str, Any], source: TalkSource, row: int) -> Document:
-    from stack.data.formats import messages_of
-    from stack.text.conversation import (  # it knows the control tokens, whose module reads text from here
-        canonical,
-        check,
-    )
-
     record = {name: _decoded(value) if isinstance(value, bytes) else value for name, value in record.items()}
     found, passed_over = messages_of(record, source)
     messages, made_of = check(found), record.get(MADE_OF)

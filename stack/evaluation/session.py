@@ -12,7 +12,7 @@ from stack.core.machine import choose_precision
 from stack.evaluation.generate import Sampling, stream
 from stack.model.decoder import Decoder
 from stack.text import conversation
-from stack.text.conversation import Message
+from stack.text.messages import Message
 from stack.text.tokenizer import Tokenizer
 
 

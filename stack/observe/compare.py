@@ -12,7 +12,7 @@ from stack.config.sweep import Job
 from stack.observe.page import page, record
 from stack.observe.page.parts import finite
 from stack.observe.page.record import Record
-from stack.tracking.metrics import duration
+from stack.tracking.terminal import duration
 
 
 def compare(jobs: Sequence[Job]) -> None:

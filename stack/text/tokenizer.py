@@ -1,4 +1,4 @@
-"""Byte-level BPE: trained, saved as a Hugging Face folder, loaded, and the identity of its vocabulary.
+"""Byte-level BPE: the tokenizer of a Hugging Face folder, and the identity of its vocabulary.
 
 Ids in order: ``<|endoftext|>`` (0), ``<|pad|>`` (1), the 256 bytes, the merges as they were learned, and reserved
 tokens up to a multiple of 64, so that every row of the model's table has a text. Nothing is normalized and all bytes
@@ -8,29 +8,20 @@ are in the alphabet: ``decode(encode(text)) == text`` for every text. Text never
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
-import math
 import re
-import time
 import unicodedata
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 
-from stack.config import schema as config
 from stack.config.schema import UserError
-from stack.core.files import create_folder, read_json, short_digest, write_json
-from stack.data.holding_out import rule_of
-from stack.data.sources import Known, documents, look, uniform
+from stack.core.files import read_json, write_json
 from stack.text.portions import PORTION, portions
 
-FORMAT = 1  # raise it when the same text and settings are to give another tokenizer
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 RESERVED = "<|reserved_{}|>"
@@ -44,11 +35,6 @@ ENDS = {
     "config.json": "eos_token_id",
     "generation_config.json": "eos_token_id",
 }
-# Qwen2's pattern: contractions, words with the one character before them, single digits, punctuation, white space.
-PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 RESERVED_TEXT = re.compile(r"<\|reserved_(\d+)\|>")
 # Bytes without which a vocabulary still holds every character that is written: those of no valid UTF-8, and …
 NO_TEXT = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
@@ -56,8 +42,6 @@ NO_TEXT = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 RARE = {byte: re.escape(chr(byte)) for byte in (*range(0x20), 0x7F) if chr(byte) not in "\t\n\r"}
 RARE |= {0xF1: "\U00040000-\U0007ffff", 0xF2: "\U00080000-\U000bffff", 0xF4: "\U00100000-\U0010ffff"}
 AT_A_TIME = 8 * PORTION  # characters that the library encodes together, in some 250 MB of memory
-READ = 4  # the sample is drawn from the first READ * sample_mb of each source, since a hub set may have no end
-MEASURED_MB = 1.0  # held-out text of each source on which bytes per token are measured
 
 
 @dataclass(frozen=True)
@@ -246,7 +230,7 @@ def _inner(folder: Path, content: dict[str, Any]) -> tokenizers.Tokenizer:
 
 def _unknown(folder: Path, tokens: set[str]) -> re.Pattern[str] | None:
     """The characters that plain tokens cannot write; UserError unless tokens are bytes and the characters are rare."""
-    characters = _byte_characters()
+    characters = byte_characters()
     foreign = set().union(*tokens) - set(characters)
     if foreign:
         raise UserError(f"{folder}: tokens hold {min(foreign)!r}, so this is no byte-level BPE; train one")
@@ -345,225 +329,14 @@ def _digest(tokens: list[str], control: dict[int, str], roles: dict[str, int]) -
     return hashed.hexdigest()
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """The printable character by which byte-level BPE writes each of the 256 bytes (GPT-2's table)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = iter(range(256, 512))
     return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
 
 
-_BYTE_OF = {character: byte for byte, character in enumerate(_byte_characters())}
-
-
-# ---------------------------------------------------------------- training
-
-
-def train(settings: config.Tokenizer, data: config.Data, root: Path, show: Callable[[str], Any]) -> Tokenizer:
-    """The tokenizer of these settings: ``settings.folder``, a finished folder of equal inputs, or a new one.
-
-    A new one is trained on a sample of training documents and stands in ``root/tokenizers/NAME-<8 hex>``, whole or not
-    at all. UserError for sources without text, and where a file changes meanwhile.
-    """
-    if settings.folder is not None:
-        return _padded(load(settings.folder))
-    known = {name: look(source) for name, source in data.resolved_sources().items()}
-    inputs = _inputs(settings, data, known)
-    folder = _folder(root, settings, inputs)
-    if data.validation and _saw_all(folder):
-        inputs["held_out"] = "last part"
-        folder = _folder(root, settings, inputs)
-    if (folder / "manifest.json").is_file():
-        found = load(folder)
-        show(f"tokenizer {folder.name}: {found.vocab_size:,} entries, already trained")
-        return found
-    create_folder(folder, lambda beside: _make(beside, settings, data, known, inputs, show))
-    return load(folder)
-
-
-def _folder(root: Path, settings: config.Tokenizer, inputs: dict[str, Any]) -> Path:
-    return root / "tokenizers" / f"{settings.name}-{short_digest(inputs)}"
-
-
-def _saw_all(folder: Path) -> bool:
-    """Whether an earlier version trained the tokenizer on all of a text that is too short for the hash.
-
-    Such a text could not be packed then; now its last part is held out, also from the tokenizer.
-    """
-    path = folder / "manifest.json"
-    manifest = read_json(path) if path.is_file() else {"held_out": None}
-    return "held_out" not in manifest and not manifest.get("bytes_per_token")
-
-
-def _padded(found: Tokenizer) -> Tokenizer:
-    """The same, if a table can be made for it; UserError for a tokenizer that was made for another one."""
-    if found.vocab_size % MULTIPLE or found.unknown:
-        what = f"no token for {found.unknown.pattern!r}" if found.unknown else f"which is no multiple of {MULTIPLE}"
-        raise UserError(
-            f"tokenizer.folder={found.folder}: {found.vocab_size} tokens, {what}; "
-            "train a tokenizer with tokenizer.folder=null, or fine-tune the model that this one belongs to"
-        )
-    return found
-
-
-def _inputs(settings: config.Tokenizer, data: config.Data, known: dict[str, Known]) -> dict[str, Any]:
-    """Everything that decides the trained tokenizer, as plain values."""
-    return {
-        "format": FORMAT,
-        "pattern": PATTERN,
-        "vocab_size": settings.vocab_size,
-        "sample_mb": settings.sample_mb,
-        "seed": settings.seed,
-        "validation": data.validation,
-        "split_seed": data.seed,
-        "sources": {name: source.fingerprint for name, source in known.items()},
-    }
-
-
-def _make(
-    folder: Path,
-    settings: config.Tokenizer,
-    data: config.Data,
-    known: dict[str, Known],
-    inputs: dict[str, Any],
-    show: Callable[[str], Any],
-) -> None:
-    """Train, measure and write a finished folder."""
-    began = time.perf_counter()
-    sample, measured = _sample(settings, data, known, show)
-    size = sum(len(text.encode()) for text in sample)
-    inner = fit(sample, settings.vocab_size)
-    folder.mkdir()
-    inner.save(str(folder / "tokenizer.json"))
-    write_json(folder / "tokenizer_config.json", hugging_face_settings())
-    made = load(folder)
-    seconds = time.perf_counter() - began
-    entries = made.vocab_size - len(made.reserved)
-    show(f"tokenizer {settings.name}: {made.vocab_size:,} entries from {size / 1e6:.1f} MB of text, {seconds:.1f} s")
-    if entries < settings.vocab_size:
-        show(
-            f"warning: tokenizer.vocab_size={settings.vocab_size:,}, but this text gives {entries:,} entries; "
-            f"with {len(made.reserved)} reserved ones the vocabulary has {made.vocab_size:,} everywhere"
-        )
-    bytes_per_token = {name: _bytes_per_token(made, texts) for name, texts in measured.items() if any(texts)}
-    for name, value in bytes_per_token.items():
-        show(f"  {name:<12} {value:.2f} bytes per token")
-    manifest = {
-        "inputs": inputs,
-        "vocabulary_digest": made.digest,
-        "vocab_size": made.vocab_size,
-        "reserved": len(made.reserved),
-        "sample_bytes": size,
-        "bytes_per_token": bytes_per_token,
-        "held_out": {name: sum(len(text.encode()) for text in texts) for name, texts in measured.items()},
-        "seconds": round(seconds, 1),
-    }
-    write_json(folder / "manifest.json", manifest)
-
-
-def _sample(
-    settings: config.Tokenizer, data: config.Data, known: dict[str, Known], show: Callable[[str], Any]
-) -> tuple[list[str], dict[str, list[str]]]:
-    """Training texts of at most ``sample_mb``, and held-out ones of each source to measure on.
-
-    A document is drawn with a chance in proportion to its source's weight (sequential Poisson sampling: those with the
-    smallest uniform/weight are kept), so the sample is spread as the packed text is. Memory holds no more than it.
-    """
-    limit = settings.sample_mb * 1e6
-    kept: list[tuple[float, str, int]] = []  # a heap: the worst rank first
-    size = 0
-    measured: dict[str, list[str]] = {}
-    bad: Counter[str] = Counter()
-    rule = rule_of(data)
-    for name, source in data.resolved_sources().items():
-        measured[name] = []
-        if known[name].said:
-            show(f"{name}: {known[name].said}")
-        unmeasured, unread = MEASURED_MB * 1e6, READ * limit
-        for document in documents(name, source, on_bad_row=data.on_bad_row, bad=bad, known=known[name]):
-            for part, held_out in rule.parts(source, document):
-                if held_out:
-                    if unmeasured > 0:
-                        measured[name].append(part.text)
-                        unmeasured -= part.num_bytes
-                elif source.weight > 0:
-                    rank = uniform(b"tokenizer", part.key, settings.seed) / source.weight
-                    heapq.heappush(kept, (-rank, part.text, part.num_bytes))
-                    size += part.num_bytes
-                    while size > limit and len(kept) > 1:
-                        size -= heapq.heappop(kept)[2]
-            unread -= document.num_bytes
-            if unread <= 0:
-                known[name].check()
-                break
-    if bad:
-        show(f"rows without text: {', '.join(f'{count:,} {reason}' for reason, count in sorted(bad.items()))}")
-    if size == 0:
-        raise UserError(
-            f"no text to train a tokenizer on: sources {list(measured)}, rows without text {dict(bad)}, "
-            f"held out {sum(map(len, measured.values()))}; give other data.files or a smaller data.validation"
-        )
-    sample = [text for _, text, _ in sorted(kept)]
-    if size > limit:  # one text, longer than the sample: as much of it, from beginning to end
-        sample = ["".join(portions(text)[:: math.ceil(size / limit)]) for text in sample]
-    return sample, measured
-
-
-def fit(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """Byte-level BPE with at most ``vocab_size`` entries learned from texts, and reserved ones up to a multiple of 64.
-
-    The order of the texts and the number of threads change nothing: merges depend on counts, ties on ids.
-    """
-    inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        special_tokens=[END_OF_TEXT, PAD],
-        initial_alphabet=_byte_characters(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(_batches(texts), trainer=trainer)
-    inner.add_special_tokens([RESERVED.format(i) for i in range(-inner.get_vocab_size() % MULTIPLE)])
-    inner.post_processor = processors.TemplateProcessing(
-        single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B:1", special_tokens=[(END_OF_TEXT, 0)]
-    )
-    return inner
-
-
-def _batches(texts: Iterable[str], count: int = 256) -> Iterator[list[str]]:
-    """Lists of texts or parts of them: the library hands each to all of its threads."""
-    batch = []
-    for part in (part for text in texts for part in portions(text)):
-        batch.append(part)
-        if len(batch) == count:
-            yield batch
-            batch = []
-    yield batch
-
-
-def hugging_face_settings() -> dict[str, Any]:
-    """``tokenizer_config.json``. The class is the one that takes tokenizer.json as it is, beside a Qwen3 config too."""
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END_OF_TEXT,
-        "eos_token": END_OF_TEXT,
-        "pad_token": PAD,
-        "clean_up_tokenization_spaces": False,
-        "model_input_names": ["input_ids", "attention_mask"],  # transformers 4 adds token_type_ids, which models refuse
-        "model_max_length": int(1e30),  # Hugging Face's number for no limit; a model's folder names its context
-    }
-
-
-def _bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> float:
-    """UTF-8 bytes of texts by the number of their tokens."""
-    num_tokens = sum(map(len, tokenizer.encode_batch(texts)))
-    return sum(len(text.encode()) for text in texts) / num_tokens
+_BYTE_OF = {character: byte for byte, character in enumerate(byte_characters())}
 
 
 def readable(data: bytes) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from stack.core import machine
-from stack.tracking.metrics import Display, Tracker, duration
+from stack.tracking.terminal import Display, duration
+from stack.tracking.tracker import Tracker
 from stack.training.hooks import Hook, Moment
 from stack.training.state import State
 from stack.training.trainer import Step

@@ -22,7 +22,7 @@ from stack.data import packing
 from stack.data.packing import Packed, open_packed, pack
 from stack.model.decoder import Decoder
 from stack.model.huggingface import CONFIG, model_of
-from stack.text import conversation
+from stack.text import template
 from stack.text import tokenizer as text
 from stack.text.tokenizer import Tokenizer
 from stack.training import resuming, run_folder
@@ -55,7 +55,7 @@ def from_base(config: FineTune, base: Base, ranks: Ranks, show: Callable[[str], 
     root, c = Path(config.data_dir), config
 
     def grown() -> tuple[Tokenizer, Growth]:
-        return change.grow_tokenizer(base.tokenizer, base.num_rows, c.sft.tokens, conversation.TEMPLATE, root)
+        return change.grow_tokenizer(base.tokenizer, base.num_rows, c.sft.tokens, template.TEMPLATE, root)
 
     def pack_them() -> str:
         if c.train.window > base.model.context:

@@ -15,6 +15,7 @@ from stack.core.errors import UserError
 from stack.core.ranks import SHARED, Ranks
 from stack.data.batches import Batches, Mixed, Windows, in_order
 from stack.data.packing import Packed, open_packed, pack
+from stack.data.sampling import train_tokenizer
 from stack.text import tokenizer as text
 from stack.text.tokenizer import Tokenizer
 from stack.training import resuming
@@ -107,7 +108,7 @@ def _folders(config: Config, start: Start, show: Callable[[str], None]) -> list[
         packed = resuming.packed_of(start, root, lambda: packed_with(text.load(str(start.checkpoint))), show)
         return [str(start.checkpoint), str(packed)]
     try:
-        tokenizer = text.train(config.tokenizer, config.data, root, show)
+        tokenizer = train_tokenizer(config.tokenizer, config.data, root, show)
         return [str(tokenizer.folder), str(packed_with(tokenizer))]
     except UserError as error:
         packed = resuming.packed_of_parent(start, config, root) if start.branched else None

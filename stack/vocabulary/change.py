@@ -26,6 +26,7 @@ from stack.model.attention import Segments
 from stack.model.decoder import Decoder
 from stack.model.huggingface import HEAD, TABLE
 from stack.text import tokenizer
+from stack.text.bpe import hugging_face_settings
 from stack.text.tokenizer import MULTIPLE, RESERVED, RESERVED_TEXT, Tokenizer
 
 FORMAT = 1  # raise it when the same base and tokens are to give another vocabulary
@@ -197,7 +198,7 @@ def _make(folder: Path, words: Tokenizer, growth: Growth, inputs: dict[str, Any]
         "pad_token": names.get(words.pad) or words.id_to_token(words.pad),
         "chat_template": inputs["template"],
     }
-    write_json(folder / "tokenizer_config.json", tokenizer.hugging_face_settings() | settings)
+    write_json(folder / "tokenizer_config.json", hugging_face_settings() | settings)
     digest = tokenizer.load(folder).digest
     facts = replace(growth, new_vocabulary=digest).facts()
     write_json(folder / "manifest.json", {"inputs": inputs, "vocabulary_digest": digest, "growth": facts})

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from stack.config.schema import Hub, Source, TalkSource, UserError
 from stack.data import lines
 from stack.data.sources import Document, documents, expected_bytes, fingerprint, held_out, packs
-from stack.text.conversation import canonical
+from stack.text.messages import canonical
 
 TEXTS = ["a\u2028b", "c\u0085d\x0b\x0c", "", "e\r\nf\rg", "<|endoftext|>\x00", "日本語 🙂"]
 COMPRESS = {

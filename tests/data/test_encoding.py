@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from stack.config.schema import UserError
 from stack.data import encoding
 from stack.text import tokenizer as tokenizers
+from stack.text.bpe import fit
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> tokenizers.Tokenizer:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
-    tokenizers.fit(["the sea and the land, the old and the new"] * 4, 320).save(str(folder / "tokenizer.json"))
+    fit(["the sea and the land, the old and the new"] * 4, 320).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<|endoftext|>", "pad_token": "<|pad|>"}')
     return tokenizers.load(folder)
 

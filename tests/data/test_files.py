@@ -14,10 +14,10 @@ import pytest
 
 from stack.config import schema as config
 from stack.config.schema import Hub, HubFlags, Source, UserError
-from stack.data import packing
+from stack.data import packing, sampling
 from stack.data.files import Changed, find
+from stack.data.sampling import train_tokenizer
 from stack.data.sources import documents, expected_bytes, fingerprint, look
-from stack.text import tokenizer as tokenizers
 
 TEXTS = [f"document {number} " + "of some words " * (number % 5) for number in range(40)]
 
@@ -339,7 +339,7 @@ def made(here):
         packed=None,
     )
     settings = config.Tokenizer(name="small", vocab_size=320, sample_mb=1.0, seed=0, folder=None)
-    return data, settings, tokenizers.train(settings, data, here, lambda line: None)
+    return data, settings, train_tokenizer(settings, data, here, lambda line: None)
 
 
 @pytest.mark.parametrize("change", CHANGES[:3])
@@ -369,16 +369,16 @@ def test_nothing_is_kept_that_was_packed_of_a_file_that_changed(here, made, monk
 def test_a_tokenizer_is_not_made_of_a_file_that_changes(here, made, monkeypatch):
     data, _, _ = made
     shutil.rmtree(here / "tokenizers")
-    drawn = tokenizers.uniform
+    drawn = sampling.uniform
 
     def drawing(*what):
         growing(here / "t.jsonl")
         return drawn(*what)
 
-    monkeypatch.setattr(tokenizers, "uniform", drawing)
+    monkeypatch.setattr(sampling, "uniform", drawing)
     for sample_mb in (1.0, 0.0001):  # all of the file is read, or only what the sample needs
         with pytest.raises(Changed, match=r"t\.jsonl changed"):
-            tokenizers.train(config.Tokenizer("small", 320, sample_mb, 0, None), data, here, lambda line: None)
+            train_tokenizer(config.Tokenizer("small", 320, sample_mb, 0, None), data, here, lambda line: None)
     assert not list((here / "tokenizers").iterdir())
 
 
@@ -389,7 +389,7 @@ def test_what_is_found_is_said_when_it_is_read(here, made):
     lines: list[str] = []
     data = config.Data(**{**vars(data), "files": ("c", "./c/a.jsonl")})
     for _ in range(2):
-        tokenizers.train(settings, data, here, lines.append)
+        train_tokenizer(settings, data, here, lines.append)
         packing.pack(data, words, here, lines.append)
     said = "files: 1 file (1 .jsonl); not read below c/: 1 .md; 1 name leads to a file or folder that is there"
     assert [line.startswith(said) for line in lines].count(True) == 2  # by each stage, and not where it is finished

@@ -19,6 +19,7 @@ from stack.config.schema import FineTune, TalkSource, UserError
 from stack.data import packing
 from stack.data.sources import Document, documents, fingerprint
 from stack.text import conversation
+from stack.text.messages import REASONING
 from stack.text.tokenizer import Tokenizer
 
 
@@ -250,7 +251,7 @@ def test_what_is_not_used_is_counted_by_name(tmp_path, suffix) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        *({"messages": [ONE[0], ONE[1] | {key: "hm"}]} for key in conversation.REASONING),
+        *({"messages": [ONE[0], ONE[1] | {key: "hm"}]} for key in REASONING),
         {"messages": ONE, "reasoning_content": "hm"},
         {"prompt": "the sea?", "completion": "yes", "thinking": "hm"},
     ],

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stack.config import schema as config
+from stack.core.files import read_json, write_json
 from stack.data import packing
 from stack.data import sources as corpus
 from stack.data.holding_out import LEAST, rule_of
-from stack.text import tokenizer
+from stack.data.sampling import train_tokenizer
 
 WORDS = ["the", "sea", "was", "calm", "and", "old", "men", "went", "down", "to", "his", "little", "boat", "again"]
 COMMON = {
@@ -172,24 +173,24 @@ def test_the_tokenizer_sees_nothing_of_the_last_part(tmp_path):
     text = SENTENCES * 40 + "\n\n" + "zyzzyva " * 100
     data = data_of({"own": text_file(tmp_path / "own.txt", text)}, validation=800 / len(text))
     words = config.Tokenizer(name="t", vocab_size=512, sample_mb=1.0, seed=0, folder=None)
-    made = tokenizer.train(words, data, tmp_path, print)
+    made = train_tokenizer(words, data, tmp_path, print)
     assert len(made.encode(" again")) == 1 and len(made.encode(" zyzzyva")) == 8
-    manifest = tokenizer.read_json(made.folder / "manifest.json")
+    manifest = read_json(made.folder / "manifest.json")
     assert manifest["held_out"] == {"own": 800} and set(manifest["bytes_per_token"]) == {"own"}
 
 
 def test_a_tokenizer_that_an_earlier_version_trained_on_all_of_a_text_is_not_taken(tmp_path):
     data = data_of({"own": text_file(tmp_path / "own.txt", SENTENCES * 40)})
     words = config.Tokenizer(name="t", vocab_size=320, sample_mb=1.0, seed=0, folder=None)
-    made = tokenizer.train(words, data, tmp_path, print)
-    manifest = tokenizer.read_json(made.folder / "manifest.json")
+    made = train_tokenizer(words, data, tmp_path, print)
+    manifest = read_json(made.folder / "manifest.json")
     del manifest["held_out"]
-    tokenizer.write_json(made.folder / "manifest.json", manifest)
-    assert tokenizer.train(words, data, tmp_path, print).folder == made.folder  # it measured on what it held out
-    tokenizer.write_json(made.folder / "manifest.json", manifest | {"bytes_per_token": {}})
-    again = tokenizer.train(words, data, tmp_path, print).folder
+    write_json(made.folder / "manifest.json", manifest)
+    assert train_tokenizer(words, data, tmp_path, print).folder == made.folder  # it measured on what it held out
+    write_json(made.folder / "manifest.json", manifest | {"bytes_per_token": {}})
+    again = train_tokenizer(words, data, tmp_path, print).folder
     assert again != made.folder
-    assert tokenizer.train(words, data, tmp_path, print).folder == again
+    assert train_tokenizer(words, data, tmp_path, print).folder == again
 
 
 class Killed(Exception):
@@ -203,7 +204,7 @@ def test_a_text_in_two_parts_is_packed_alike_by_any_workers_and_after_any_death(
     data = data_of({"own": source}, validation=0.05, shard_mb=0.001)
     assert len(sides(data)[0]) == 2 and len(sides(data)[1]) == 2  # one file whole on either side, one cut
     words = config.Tokenizer(name="t", vocab_size=320, sample_mb=1.0, seed=0, folder=None)
-    made = tokenizer.train(words, data, tmp_path, print)
+    made = train_tokenizer(words, data, tmp_path, print)
     expected = packing.pack(data, made, tmp_path / "once", print)
     names = {path.name for path in expected.folder.iterdir()}
     two = packing.pack(dataclasses.replace(data, workers=2), made, tmp_path / "two", print)

@@ -21,8 +21,8 @@ from stack.config.schema import UserError
 from stack.data import encoding, packing
 from stack.data import sources as corpus
 from stack.data.batches import Batches
-from stack.text import conversation
-from stack.text import tokenizer as tokenizers
+from stack.data.sampling import train_tokenizer
+from stack.text import conversation, template
 
 ROOT = Path(packing.__file__).resolve().parents[2]
 WORDS = ["the", "sea", "a", "house", "was", "old", "and", "near", "we", "went", "there", "by", "night", "\n", "1984"]
@@ -66,7 +66,7 @@ def made(tmp_path_factory):
         "two": config.Source(files=(str(write(folder / "two.jsonl", texts_of(250, 2))),)),
     }
     settings = config.Tokenizer(name="small", vocab_size=384, sample_mb=1.0, seed=0, folder=None)
-    return data_of(sources), tokenizers.train(settings, data_of(sources), folder, lambda line: None)
+    return data_of(sources), train_tokenizer(settings, data_of(sources), folder, lambda line: None)
 
 
 @pytest.fixture(scope="module")
@@ -238,8 +238,9 @@ def test_a_death_at_any_block_changes_nothing(made, tmp_path, monkeypatch, after
 PACK = """
 import json, os, sys
 from pathlib import Path
-from stack import config, tokenizer
+from stack.config import schema as config
 from stack.data import packing
+from stack.text import tokenizer
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
@@ -612,7 +613,7 @@ def test_window_length_rule_and_template_make_another_folder(talked, packed_talk
     assert all(
         source["skipped"]["cut"] == source["skipped"]["too_long"] == 0 for source in wide.manifest["sources"].values()
     )
-    monkeypatch.setattr(conversation, "TEMPLATE", conversation.TEMPLATE + " ")
+    monkeypatch.setattr(template, "TEMPLATE", template.TEMPLATE + " ")
     other = packing.pack(data, words, tmp_path, lambda line: None, window=WINDOW)
     assert len({p.folder.name for p in (packed_talk[0], dropping, wide, other)}) == 4
     with pytest.raises(AssertionError, match="have a window"):

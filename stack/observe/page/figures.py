@@ -11,7 +11,7 @@ from stack.observe.page.memory import in_gb
 from stack.observe.page.parts import finite, number
 from stack.observe.page.pictures import short
 from stack.observe.page.record import Record
-from stack.tracking.metrics import duration
+from stack.tracking.terminal import duration
 
 
 @dataclass(frozen=True)
