@@ -26,7 +26,8 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from stack import job, train
-from stack.config import schema as config
+from stack.config.arguments import CONF
+from stack.config.checks import typed
 from stack.config.schema import Config
 from stack.core.ranks import ALONE
 from stack.tracking.terminal import Display
@@ -44,8 +45,8 @@ TARGET = 1.02
 
 def begun(folder: str, *more: str) -> tuple[Trainer, Tracker]:
     """A trainer before its first step, as :meth:`stack.job.Job.train` has it, and its record."""
-    with initialize_config_dir(config.CONF, version_base="1.3"):
-        c = config.typed(compose("train", overrides=["checkpoint.every=0", *sys.argv[1:], f"runs_dir={folder}", *more]))
+    with initialize_config_dir(CONF, version_base="1.3"):
+        c = typed(compose("train", overrides=["checkpoint.every=0", *sys.argv[1:], f"runs_dir={folder}", *more]))
     assert isinstance(c, Config)
     tokenizer, packed = prepare_data(c, ALONE, Display(True).show)
     own, made = job.Job(c, "cpu", ALONE, Display(False), FRESH), train.learnt_from(c, tokenizer, packed)

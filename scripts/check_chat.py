@@ -25,7 +25,9 @@ import torch
 
 from stack import checkpoint
 from stack.checkpoint.open import Base, build, load_base
-from stack.config.schema import FineTune, UserError, typed
+from stack.config.checks import typed
+from stack.config.schema import FineTune
+from stack.core.errors import UserError
 from stack.core.machine import choose_device
 from stack.evaluation import answers
 from stack.evaluation.answers import Answer, Question

@@ -24,12 +24,13 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch.profiler import ProfilerActivity, profile
 
-from stack.config import schema as config
+from stack.config.arguments import CONF
+from stack.config.checks import typed
 from stack.config.schema import Config
 from stack.core import machine
 from stack.core.ranks import ALONE
 from stack.data.batches import Batches
-from stack.data.packing import Split
+from stack.data.packed import Split
 from stack.model.decoder import Decoder
 from stack.observe import memory
 from stack.training.length import dry_step
@@ -54,8 +55,8 @@ SIZES = {
 
 def step_of(arguments: tuple[str, ...]) -> tuple[Step, Batches]:
     """What takes steps of these settings, in a process that counts from here on, and what it learns from."""
-    with initialize_config_dir(config.CONF, version_base="1.3"):
-        c = config.typed(compose("train", overrides=[*COMMON, *arguments]))
+    with initialize_config_dir(CONF, version_base="1.3"):
+        c = typed(compose("train", overrides=[*COMMON, *arguments]))
     import torch._dynamo  # noqa: F401  the optimizers import it: a part of the program
 
     machine.program_memory()

@@ -22,9 +22,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stack import checkpoint
-from stack.config.schema import Model, UserError
+from stack.config.schema import Model
+from stack.core.errors import UserError
 from stack.data.batches import IGNORED, Windows, in_order
-from stack.data.packing import Split, open_packed
+from stack.data.packed import Split, open_packed
 from stack.evaluation.generate import generate
 from stack.model.decoder import Decoder
 from stack.text import tokenizer

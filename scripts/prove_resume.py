@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from stack import checkpoint
-from stack.data.packing import open_packed
+from stack.data.packed import open_packed
 from stack.tracking.metrics import MEASURED
 
 HOME = Path("runs/prove_resume")

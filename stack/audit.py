@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stack.config.schema import Audit, entry
+from stack.config.entry import entry
+from stack.config.schema import Audit
 from stack.core.errors import UserError
 from stack.core.files import json_bytes
 from stack.observe import undertrained

@@ -15,7 +15,9 @@ import tty
 from pathlib import Path
 
 from stack.checkpoint.open import build, has_template, load_base
-from stack.config.schema import Chat, UserError, entry
+from stack.config.entry import entry
+from stack.config.schema import Chat
+from stack.core.errors import UserError
 from stack.core.machine import choose_device
 from stack.evaluation.session import Talk
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stack.config.schema import Dashboard, UserError, entry
+from stack.config.entry import entry
+from stack.config.schema import Dashboard
+from stack.core.errors import UserError
 from stack.tracking.metrics import MEASURED
 from stack.tracking.wandb_mode import decide
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from stack import checkpoint
-from stack.config.schema import Model, Run, command
+from stack.config.command import command
+from stack.config.schema import Model, Run
 from stack.core import machine
 from stack.core.errors import UserError
 from stack.core.files import write_json

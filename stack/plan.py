@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from stack.config.schema import Planned, Source, UserError, entry
+from stack.config.entry import entry
+from stack.config.schema import Planned, Source
 from stack.core import machine
+from stack.core.errors import UserError
 from stack.data.encoding import id_dtype
 from stack.data.sources import expected_bytes
 from stack.observe import flops as throughput

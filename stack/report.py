@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stack.config.schema import Report, UserError, entry
+from stack.config.entry import entry
+from stack.config.schema import Report
+from stack.core.errors import UserError
 from stack.observe.page import page
 from stack.training import run_folder
 

@@ -9,9 +9,10 @@ from rich.console import Console
 from stack import job
 from stack.checkpoint import read_manifest
 from stack.checkpoint.open import load_base
-from stack.config.schema import FineTune, entry
+from stack.config.entry import entry
+from stack.config.schema import FineTune
 from stack.core.ranks import SHARED
-from stack.data.packing import Packed
+from stack.data.packed import Packed
 from stack.evaluation import answers
 from stack.evaluation.answers import Question
 from stack.job import Job

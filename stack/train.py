@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from stack import job
-from stack.config.schema import Config, entry
-from stack.data.packing import Packed
+from stack.config.entry import entry
+from stack.config.schema import Config
+from stack.data.packed import Packed
 from stack.observe.compare import compare
 from stack.text.tokenizer import Tokenizer
 from stack.training.prepare import Materials, identity_of, materials, prepare_data

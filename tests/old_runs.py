@@ -10,7 +10,8 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from stack.config import schema as config
+from stack.config.arguments import CONF
+from stack.config.checks import typed
 from stack.config.schema import Config, FineTune
 
 HERE = Path(__file__).parent / "old_runs"
@@ -43,8 +44,8 @@ def configure(run: str, *more: str) -> Config | FineTune:
     name, schema, own = COMMANDS[run]
     new = [argument.split("=", 1)[0] for argument in more]
     kept = [argument for argument in own if argument.split("=", 1)[0] not in new]
-    with initialize_config_dir(config.CONF, version_base="1.3"):
-        return config.typed(compose(name, overrides=[*kept, *more]), schema)
+    with initialize_config_dir(CONF, version_base="1.3"):
+        return typed(compose(name, overrides=[*kept, *more]), schema)
 
 
 def go_on(run: str, *more: str) -> int:

@@ -19,10 +19,16 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
-from stack.config import arguments
+from stack.config import arguments, kinds
 from stack.config import schema as config
-from stack.config.arguments import Door, Kind
-from stack.config.schema import Audit, Chat, Config, Dashboard, FineTune, Planned, Report, UserError
+from stack.config.arguments import Door
+from stack.config.checks import typed
+from stack.config.command import command
+from stack.config.entry import entry
+from stack.config.grammar import quoted
+from stack.config.kinds import Kind
+from stack.config.schema import Audit, Chat, Config, Dashboard, FineTune, Planned, Report
+from stack.core.errors import UserError
 
 DOORS = {
     "train": Door("train", Config),
@@ -81,14 +87,14 @@ WORDS = {  # strings that are no paths
 
 def strings(hint: object, prefix: str = "") -> dict[str, Kind | None]:
     """Every setting below a type that holds a string or strings, with the way it is read."""
-    bare = arguments._bare(hint)
+    bare = kinds.bare(hint)
     if dataclasses.is_dataclass(bare):
-        hints = arguments._hints(bare)
+        hints = kinds._hints(bare)
         return {k: v for name, inner in hints.items() for k, v in strings(inner, f"{prefix}.{name}").items()}
     if typing.get_origin(bare) is dict:
         return strings(typing.get_args(bare)[1], f"{prefix}.*")
     of = typing.get_args(bare)[0] if typing.get_origin(bare) is tuple else bare
-    return {prefix.lstrip("."): arguments.kind_of(hint)} if arguments._bare(of) is str else {}
+    return {prefix.lstrip("."): kinds.kind_of(hint)} if kinds.bare(of) is str else {}
 
 
 def test_every_setting_that_is_a_path_has_the_type_of_a_path() -> None:
@@ -151,12 +157,12 @@ def test_a_list_of_paths_is_taken_as_typed(there: tuple[str, ...], typed: str, p
 
 @pytest.mark.parametrize("key", ["data.packed", "data_dir", "resume", "branch", "tokenizer.folder", "data.hub.path"])
 def test_a_path_is_taken_as_typed(key: str, here: Path) -> None:
-    for typed, path in {
+    for as_typed, path in {
         "~/a b": f"{here}/home/a b", "it's, (x)=y": "it's, (x)=y", '"a b"': "a b", "a,b": "a,b",
         "${other}/x": "there/x", "./null": "./null", r"a\ b": "a b", "me/set": "me/set",
         "~nobody-has-this": "~nobody-has-this",
     }.items():  # fmt: skip
-        assert got(f"{key}={typed}") == path
+        assert got(f"{key}={as_typed}") == path
     assert got("data.packed=null") is None and got("resume=NULL") is None
 
 
@@ -192,7 +198,7 @@ def hard(test):
 @hard
 @given(NAMES)
 def test_every_file_name_survives_in_our_own_quotes(name: str) -> None:
-    quoted = arguments.quoted(name)
+    in_quotes = quoted(name)
     assert got(f"data.files=[{quoted}]") == (name,)
     assert got(f"data.files=[{quoted},b]") == (name, "b")
     assert got(f"data_dir={quoted}") == name
@@ -238,9 +244,9 @@ def test_a_home_that_is_not_known_and_an_empty_path_are_told(monkeypatch: pytest
     values = {"name": "x", "group_by": [], "track": track}
     monkeypatch.setenv("HOME", "")
     with pytest.raises(UserError, match=r"file='~/x': there is no home directory here for ~; set HOME"):
-        config.typed(values | {"file": "~/x"}, Dashboard)
+        typed(values | {"file": "~/x"}, Dashboard)
     with pytest.raises(UserError, match=r"file='': the path is empty"):
-        config.typed(values | {"file": ""}, Dashboard)
+        typed(values | {"file": ""}, Dashboard)
 
 
 def test_a_file_of_settings_may_say_home_and_one_path_for_a_list(here: Path) -> None:
@@ -340,7 +346,7 @@ def test_a_folder_that_is_there_is_no_group_of_settings(tmp_path: Path, where: s
     monkeypatch.chdir(tmp_path / "beside")
     given = where.format(there=tmp_path, name=tmp_path.name if "./.." not in where else "beside")
     found = arguments.read([given], Door("chat", Chat, "checkpoint")).hydra
-    assert found == [f"++checkpoint={arguments.quoted(given)}"]
+    assert found == [f"++checkpoint={quoted(given)}"]
 
 
 def test_several_runs_stand_side_by_side(here: Path) -> None:
@@ -354,11 +360,11 @@ def _show(arguments_: list[str]) -> None:
     """The settings of a command line that an entry point comes to, and the command that goes on."""
 
     def job(c: Config) -> int:
-        print("GOT", [c.data.files, c.data_dir, c.name, config.command(c.name)])
+        print("GOT", [c.data.files, c.data_dir, c.name, command(c.name)])
         return 0
 
     sys.argv = ["stack.train", *arguments_]
-    config.entry("train", Config, job)()
+    entry("train", Config, job)()
 
 
 def test_what_was_typed_is_what_the_run_names_to_go_on(tmp_path: Path) -> None:

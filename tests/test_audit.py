@@ -25,9 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from stack import checkpoint
 from stack.audit import main
 from stack.checkpoint.open import load_tables
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.core.files import write_json
-from stack.data.packing import open_packed
+from stack.data.packed import open_packed
 from stack.model.huggingface import HEAD, TABLE, WEIGHTS
 from stack.observe import rows_audit as audit
 from stack.text import tokenizer

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from stack import checkpoint
 from stack.checkpoint.open import build, load_base
 from stack.config import schema as config
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.model.decoder import Decoder
 from stack.model.huggingface import HEAD, TABLE, WEIGHTS, model_of
 from stack.text.tokenizer import Tokenizer

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from stack import chat
 from stack.checkpoint.open import build, load_base
-from stack.config import schema as config
+from stack.config.entry import entry
 from stack.config.schema import Chat
 from stack.text import conversation
 
@@ -181,7 +181,7 @@ def test_a_text_on_the_command_line_arrives_as_it_is(prompt: str, system: str) -
     before, sys.argv = sys.argv, ["stack.chat", f"system={system}", f"prompt={prompt}", "seed=3"]
     try:
         with pytest.raises(SystemExit) as stop:
-            config.entry("chat", Chat, lambda c: seen.append(c) or 0)()
+            entry("chat", Chat, lambda c: seen.append(c) or 0)()
     finally:
         sys.argv = before
     assert stop.value.code == 0

@@ -31,7 +31,7 @@ from stack import checkpoint
 from stack.checkpoint import MANIFEST, manager
 from stack.checkpoint import format as form
 from stack.config import schema as config
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.data.sampling import train_tokenizer
 from stack.model.decoder import Decoder
 from stack.model.huggingface import HEAD, TABLE, WEIGHTS

@@ -13,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from stack.config import schema as config
-from stack.config.schema import CONF, Config, FineTune, Planned, UserError, plain, typed
+from stack.config.arguments import CONF
+from stack.config.checks import typed
+from stack.config.entry import entry
+from stack.config.schema import Config, FineTune, Planned, plain
+from stack.core.errors import UserError
 
 
 def groups() -> list[str]:
@@ -164,7 +167,7 @@ def _say(arguments: list[str]) -> None:
         return 7
 
     sys.argv = ["stack.train", *arguments]
-    config.entry("train", Config, job)()
+    entry("train", Config, job)()
 
 
 @pytest.mark.parametrize(

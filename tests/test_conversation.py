@@ -13,8 +13,7 @@ from jinja2 import TemplateError
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from stack.config.schema import UserError
-from stack.core.errors import BadRow
+from stack.core.errors import BadRow, UserError
 from stack.text import bpe, conversation, tokenizer
 from stack.text.conversation import coloured, encode, encode_batch, fit, render, segments
 from stack.text.messages import REASONING, canonical, check

@@ -18,13 +18,15 @@ from wandb_workspaces.workspaces import Workspace, internal
 
 from stack import dashboard
 from stack.config import schema as config
+from stack.config.arguments import CONF
+from stack.config.checks import typed
 
 SECTIONS = ["eval", "train", "optim", "rows", "memory", "throughput", "time", "growth", "samples"]
 
 
 def configure(*arguments: str) -> config.Dashboard:
-    with initialize_config_dir(config.CONF, version_base="1.3"):
-        return config.typed(compose("dashboard", overrides=list(arguments)), config.Dashboard)
+    with initialize_config_dir(CONF, version_base="1.3"):
+        return typed(compose("dashboard", overrides=list(arguments)), config.Dashboard)
 
 
 def made(*arguments: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from test_run_folder import prove_resume
 from test_trainer import Spy, assert_close, norm_of, reference, rows, snapshot
 
-from stack.config.schema import EchoError, UserError
+from stack.core.errors import EchoError, UserError
 from stack.core.ranks import Ranks, ranks
 from stack.parallel import wrap as parallel
 from stack.training.trainer import Trainer

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from stack.config import schema as config
 from stack.core.ranks import Ranks
 from stack.data.batches import in_order
-from stack.data.packing import Split
+from stack.data.packed import Split
 from stack.evaluation.validation import Validation, validate
 from stack.model.decoder import Decoder
 from stack.vocabulary.classes import CLASSES

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from stack.config import schema as config
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.evaluation.generate import Sampling, candidates, generate, pieces, stream
 from stack.model.decoder import Decoder
 from stack.text import tokenizer as words

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stack.config.schema import UserError
 from stack.core import machine
+from stack.core.errors import UserError
 
 MB = 1 << 20
 

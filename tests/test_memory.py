@@ -10,8 +10,8 @@ import pytest
 import tiny
 import torch
 
-from stack.config.schema import UserError
 from stack.core import machine
+from stack.core.errors import UserError
 from stack.core.ranks import ALONE, Ranks
 from stack.data.batches import Batch
 from stack.evaluation.validation import to_device

@@ -12,7 +12,9 @@ import tiny
 import yaml
 
 from stack import checkpoint, job
-from stack.config.schema import UserError, keys_at, plain
+from stack.config.checks import keys_at
+from stack.config.schema import plain
+from stack.core.errors import UserError
 from stack.observe.page import page
 from stack.training import run_folder
 from stack.training.restore import state_of

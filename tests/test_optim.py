@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stack.config import schema as config
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.model.decoder import Decoder
 from stack.training.optim import Muon, Optimizers, lr_factor, orthogonalize
 

@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 from stack import checkpoint
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.training import resuming, run_folder
 
 prove_resume = tiny.script("prove_resume")

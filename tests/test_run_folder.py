@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 from stack import checkpoint
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.core.ranks import Ranks
 from stack.training import run_folder
 
@@ -230,7 +230,7 @@ def test_a_damaged_config_is_an_error_with_its_path(root: Path) -> None:
 def test_config_yaml_is_the_whole_configuration(root: Path) -> None:
     saved = run_folder.read_config(root / "runs/alone")
     assert saved is not None
-    again = tiny.config.typed({key: value for key, value in saved.items() if key != "resolved"})
+    again = tiny.typed({key: value for key, value in saved.items() if key != "resolved"})
     assert again == tiny.configure(*tiny.settings(root, *LONG, "name=alone"))
     assert saved["resolved"]["steps"] == 20
     assert dataclasses.asdict(run_folder.start_of(root / "runs/alone", again, print))["step"] == 20

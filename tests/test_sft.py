@@ -17,11 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from stack import checkpoint
 from stack.checkpoint.open import load_base
-from stack.config import schema as config
-from stack.config.schema import FineTune, UserError
+from stack.config.arguments import CONF
+from stack.config.checks import typed
+from stack.config.schema import FineTune
+from stack.core.errors import UserError
 from stack.core.ranks import ALONE
 from stack.data.batches import IGNORED
-from stack.data.packing import open_packed
+from stack.data.packed import open_packed
 from stack.evaluation.generate import generate
 from stack.model.decoder import Decoder
 from stack.model.huggingface import TABLE
@@ -50,8 +52,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(root: Path, *more: str) -> FineTune:
-    with initialize_config_dir(config.CONF, version_base="1.3"):
-        return config.typed(compose("sft", overrides=tiny.sft_settings(root, *more)), FineTune)
+    with initialize_config_dir(CONF, version_base="1.3"):
+        return typed(compose("sft", overrides=tiny.sft_settings(root, *more)), FineTune)
 
 
 def whole(run: Path) -> tuple[tuple[str, str], list[dict]]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stack.config import schema as config
 from stack.data import sources as corpus
 from stack.data.holding_out import rule_of
-from stack.data.packing import open_packed
+from stack.data.packed import open_packed
 from stack.evaluation import answers
 from stack.text.tokenizer import load
 

@@ -13,8 +13,8 @@ import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stack.config import schema as config
 from stack.config import sweep
+from stack.config.entry import entry
 from stack.config.schema import Config
 
 
@@ -137,7 +137,7 @@ def _doors(arguments: list[str]) -> None:
         return 3 if c.seed == 3 else 0
 
     sys.argv = ["stack.train", *arguments]
-    config.entry("train", Config, job, compare=lambda jobs: print("END", jobs[0].title, [j.code for j in jobs]))()
+    entry("train", Config, job, compare=lambda jobs: print("END", jobs[0].title, [j.code for j in jobs]))()
 
 
 def test_a_job_leaves_no_environment_and_is_of_a_group(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stack.checkpoint.open import Base, build, load_base
-from stack.config import schema as config
-from stack.config.schema import Chat, UserError
+from stack.config.checks import typed
+from stack.config.schema import Chat
+from stack.core.errors import UserError
 from stack.evaluation.session import Talk
 from stack.text import conversation
 
@@ -32,7 +33,7 @@ def model(base):
 def talk(base: Base, model, notes: list[str] | None = None, **options: object) -> Talk:
     given = {"tokens": 6, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "device": "cpu", **options}
     named = {"checkpoint": "x", "prompt": None, "prompt_file": None, "system": None, "runs_dir": "runs"}
-    c = config.typed({"precision": "float32", **named, **given}, Chat)
+    c = typed({"precision": "float32", **named, **given}, Chat)
     return Talk(model, base.tokenizer, c, (notes if notes is not None else []).append)
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stack.config import schema as config
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.data import sampling
 from stack.data.sampling import train_tokenizer
 from stack.data.sources import held_out, look

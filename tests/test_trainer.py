@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from stack import checkpoint, job
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.data.batches import IGNORED, Batch
 from stack.training import run_folder
 from stack.training.hooks import BadSteps

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from stack import checkpoint
 from stack.config import schema as config
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.core.files import write_json
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder, Loss

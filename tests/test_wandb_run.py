@@ -22,7 +22,7 @@ import tiny
 import yaml
 
 from stack import dashboard
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.tracking import wandb_mode, wandb_run
 from stack.tracking.metrics import Metrics
 from stack.tracking.tracker import Tracker

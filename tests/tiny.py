@@ -27,7 +27,8 @@ from hydra import compose, initialize_config_dir
 
 from stack import job
 from stack import train as entry
-from stack.config import schema as config
+from stack.config.arguments import CONF
+from stack.config.checks import typed
 from stack.config.schema import Config
 from stack.core import machine
 from stack.core.ranks import Ranks
@@ -101,8 +102,8 @@ def settings(root: Path, *more: str) -> list[str]:
 
 def configure(*arguments: str) -> Config:
     """The typed configuration of a command line."""
-    with initialize_config_dir(config.CONF, version_base="1.3"):
-        return config.typed(compose("train", overrides=list(arguments)))
+    with initialize_config_dir(CONF, version_base="1.3"):
+        return typed(compose("train", overrides=list(arguments)))
 
 
 class Bench:

@@ -4,16 +4,7 @@ Hydra's grammar is made for numbers and short words: ``~``, ``(``, ``=``, ``'`` 
 errors in it. So the schema says of a setting that it is a path, a list of paths or a text, and such a value is taken as
 it is typed: it reaches Hydra in quotes. Everything else is Hydra's to read (lists, sweeps, ``${…}``), and what it
 cannot read is told with the quoting that works.
-
-How a path is read:
-
-* ``~`` and ``~user`` in front are the home directory, in files of settings too (:data:`PathText`).
-* What exists as it is typed is that file, whatever its characters. Otherwise quotes around it fall away, ``\\,`` is a
-  comma, ``null`` is no path, and ``${…}`` is the value of another setting.
-* A list is ``[a.txt, b.txt]``, ``a.txt,b.txt`` or one path. A comma parts two paths, unless more of what is typed
-  exists with the comma inside a path: ``a,b.txt`` is one file where ``a,b.txt`` exists and ``a`` or ``b.txt`` does not.
-  Quotes decide it: ``["a,b.txt"]``.
-* Under ``-m`` a comma in a path is no sweep; ``choice(…)`` is: ``'base=choice(runs/a,runs/b)'``.
+How a path is read is said in :mod:`stack.config.paths`.
 """
 
 from __future__ import annotations
@@ -21,108 +12,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import functools
 import glob
 import os
 import re
 import shlex
-import types
 import typing
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from hydra._internal.utils import get_args_parser
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
-from hydra.errors import HydraException
-from pydantic import AfterValidator, BeforeValidator
-from pydantic_core import PydanticCustomError
 
+from stack.config.grammar import is_plain, parsed, quoted, quoted_text
+from stack.config.kinds import Kind, bare, hint_of, kind_of
+from stack.config.paths import exists, path_for_hydra, paths_of, pieces_of
 from stack.core.errors import UserError
 
 _HERE = Path(__file__).resolve().parent.parent
 # The configurations stand beside the package in a checkout and inside it in a wheel.
 CONF = str(next(folder for folder in (_HERE / "conf", _HERE.parent / "conf") if folder.is_dir()))
-
-
-LONGEST = 4096  # characters of a path, of Linux
-
-
-class Kind(Enum):
-    """How a value is read that is not left to Hydra's grammar."""
-
-    PATH = "path"
-    PATHS = "paths"
-    TEXT = "text"  # of a person: every character as it is
-
-
-def expanded(path: str) -> str:
-    """``path`` with ``~`` and ``~user`` as a shell expands them; a name that no user has stays as it is."""
-    if not path:
-        raise PydanticCustomError("path", "the path is empty; . is the folder that you are in")
-    if path[0] != "~":
-        return path
-    found = os.path.expanduser(path)
-    if path.split("/", 1)[0] == "~" and (found == path or not os.environ.get("HOME", "/")):
-        raise PydanticCustomError("path", "there is no home directory here for ~; set HOME, or write the whole path")
-    return found
-
-
-def _listed(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-PathText = Annotated[str, Kind.PATH, AfterValidator(expanded)]  # a file or a folder; also what may be a name instead
-Paths = Annotated[tuple[PathText, ...], Kind.PATHS, BeforeValidator(_listed)]  # one is a list of one
-Text = Annotated[str, Kind.TEXT]
-
-
-# ---------------------------------------------------------------------------------------- what the schema says
-
-
-def hint_of(schema: type, key: str) -> Any:
-    """The type of a setting by its dotted key, with its annotations; None where there is none."""
-    hint: Any = schema
-    for part in key.split("."):
-        of_node = _bare(hint)
-        if dataclasses.is_dataclass(of_node):
-            hint = _hints(of_node).get(part)
-        elif typing.get_origin(of_node) is dict:
-            hint = typing.get_args(of_node)[1]
-        else:
-            return None
-    return hint
-
-
-def kind_of(hint: Any) -> Kind | None:
-    """How a value of this type is read; None: by Hydra's grammar."""
-    if typing.get_origin(hint) is Annotated:
-        return next((mark for mark in hint.__metadata__ if isinstance(mark, Kind)), None)
-    found = [kind_of(part) for part in typing.get_args(hint)] if _is_union(hint) else []
-    return next((kind for kind in found if kind is not None), None)
-
-
-@functools.cache
-def _hints(schema: type) -> dict[str, Any]:
-    return typing.get_type_hints(schema, include_extras=True)
-
-
-def _bare(hint: Any) -> Any:
-    """A type without its annotations and without None."""
-    if typing.get_origin(hint) is Annotated:
-        return _bare(hint.__origin__)
-    if _is_union(hint):
-        return next((_bare(part) for part in typing.get_args(hint) if part is not types.NoneType), None)
-    return hint
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
-
-
-# ---------------------------------------------------------------------------------------- the command line
 
 
 @dataclass(frozen=True)
@@ -279,173 +187,25 @@ def _setting(word: str, door: Door, several: bool) -> str:
     if kind is Kind.TEXT:
         ours = quoted(value)
     elif several and (found := re.fullmatch(r"choice\((.*)\)", value, re.DOTALL)) and not exists(value):
-        choices = _pieces(found[1], lists=True) if kind is Kind.PATHS else _paths(found[1])
-        ours = ",".join(_path_for_hydra(kind, choice) for choice in choices)  # in Hydra's choice() quotes are lost
+        choices = pieces_of(found[1], lists=True) if kind is Kind.PATHS else paths_of(found[1])
+        ours = ",".join(path_for_hydra(kind, choice) for choice in choices)  # in Hydra's choice() quotes are lost
     else:
         _refuse_unclear(key, kind, value, several)
-        ours = _path_for_hydra(kind, value)
+        ours = path_for_hydra(kind, value)
     return f"++{key}={ours}"
 
 
 def _refuse_unclear(key: str, kind: Kind, value: str, several: bool) -> None:
     """A path under ``-m`` with commas that are not said to be its own."""
-    if not several or "," not in value or exists(value) or value.startswith("[") or _quoted_text(value) is not None:
+    if not several or "," not in value or exists(value) or value.startswith("[") or quoted_text(value) is not None:
         return
-    if kind is Kind.PATHS and len(_paths(value)) == 1:
+    if kind is Kind.PATHS and len(paths_of(value)) == 1:
         return
     one = f"[{value}]" if kind is Kind.PATHS else quoted(value)
     raise UserError(
         f"{shlex.quote(f'{key}={value}')} is not clear under -m: {shlex.quote(f'{key}=choice({value})')} is a job for "
         f"each, {shlex.quote(f'{key}={one}')} is one {'list' if kind is Kind.PATHS else 'path'}"
     )
-
-
-def _path_for_hydra(kind: Kind, value: str) -> str:
-    """A path or a list of paths in the quotes that Hydra's grammar asks for."""
-    if re.fullmatch("null", value, re.IGNORECASE) and not exists(value):
-        return "null"
-    if kind is Kind.PATH or (_REFERS.search(value) and not value.startswith("[") and not exists(value)):
-        return _for_hydra(value)
-    if exists(value):
-        return f"[{quoted(value)}]"
-    inside = value[1:-1] if value.startswith("[") and value.endswith("]") else value
-    if not value:
-        return quoted(value)
-    return f"[{','.join(_for_hydra(path) for path in _paths(inside))}]"
-
-
-def _for_hydra(path: str) -> str:
-    """One path as typed, in Hydra's quotes."""
-    if exists(path):
-        return quoted(path)
-    if (text := _quoted_text(path)) is not None:
-        return _in_quotes(text)  # with ${…} and \\${ as they are
-    text = _ESCAPE.sub(r"\1", path)
-    return _in_quotes(text) if _REFERS.search(text) else quoted(text)
-
-
-_ESCAPE = re.compile(r"\\([\\()\[\]{}:=, \t])")  # of Hydra's grammar
-_REFERS = re.compile(r"\$\{.+\}", re.DOTALL)  # to another setting
-
-
-def exists(path: str) -> bool:
-    """Whether a path is there as it is typed, but for ``~``."""
-    return os.path.lexists(os.path.expanduser(path))
-
-
-def _matches(pattern: str) -> bool:
-    """Whether a glob pattern stands for a file."""
-    full = os.path.expanduser(pattern)
-    try:
-        return glob.has_magic(full) and any(glob.iglob(full, recursive=True))
-    except re.error:
-        return False
-
-
-def _paths(text: str) -> list[str]:
-    """The paths that ``text``, without its brackets, is a list of; see the module for what a comma means.
-
-    The fewest paths that do not exist, and of these readings the one with the most paths.
-    """
-    pieces = _pieces(text)
-    spans = _spans(text, pieces)
-    best: list[tuple[int, int, int]] = [(0, 0, 0)] * (len(pieces) + 1)  # missing, minus the paths, the end of the first
-    for first in reversed(range(len(pieces))):
-        readings = []
-        for last in range(first, len(pieces)):
-            whole = text[spans[first][0] : spans[last][1]].strip()
-            if len(whole) > LONGEST:
-                break
-            there = _is_there(whole) or (last == first and _says_so(whole))
-            if there or last == first:
-                missing, others, _ = best[last + 1]
-                readings.append((missing + (not there), others - 1, last + 1))
-            if there and best[last + 1][0] == 0:
-                break  # nothing is better than this
-        best[first] = min(readings)
-    found, at = [], 0
-    while at < len(pieces):
-        end = best[at][2]
-        found.append(text[spans[at][0] : spans[end - 1][1]].strip())
-        at = end
-    return [path for path in found if path]
-
-
-def _is_there(piece: str) -> bool:
-    plain = _ESCAPE.sub(r"\1", piece)
-    return exists(piece) or exists(plain) or _matches(piece) or _matches(plain)
-
-
-def _says_so(piece: str) -> bool:
-    """Whether a piece says itself that it is one path."""
-    return _quoted_text(piece) is not None or _REFERS.search(piece) is not None
-
-
-def _pieces(text: str, lists: bool = False) -> list[str]:
-    """``text`` parted at the commas outside of quotes, and with ``lists`` outside of brackets that begin a piece."""
-    pieces = []
-    while text:
-        match = _IN_QUOTES.match(text) or (_IN_BRACKETS.match(text) if lists else None) or _UP_TO_COMMA.match(text)
-        assert match is not None, "the last pattern takes anything"
-        pieces.append(match[0])
-        text = text[match.end() + 1 :]
-        if match.end() + 1 == len(match.string):
-            pieces.append("")  # behind a last comma
-    return pieces
-
-
-def _spans(text: str, pieces: list[str]) -> list[tuple[int, int]]:
-    spans, at = [], 0
-    for piece in pieces:
-        spans.append((at, at + len(piece)))
-        at += len(piece) + 1
-    return spans
-
-
-_UP_TO_COMMA = re.compile(r"(?:\$\{[^}]*\}|[^,])*", re.DOTALL)
-_IN_BRACKETS = re.compile(r"\s*\[[^\]]*\]\s*(?=,|$)", re.DOTALL)
-_IN_QUOTES = re.compile(r"""\s*(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')\s*(?=,|$)""", re.DOTALL)
-
-
-def _quoted_text(piece: str) -> str | None:
-    """What stands between the quotes of a piece that Hydra takes for a quoted text; None of any other."""
-    if len(piece) < 2 or piece[0] not in "\"'" or piece[-1] != piece[0]:
-        return None
-    override = parsed(f"x={piece}")
-    return override._value.text if override is not None and isinstance(override._value, QuotedString) else None
-
-
-# ---------------------------------------------------------------------------------------- Hydra's grammar
-
-
-@functools.cache
-def _parser() -> OverridesParser:
-    return OverridesParser.create()
-
-
-def parsed(argument: str) -> Override | None:
-    """An argument as Hydra reads it; None where its grammar refuses it."""
-    try:
-        return _parser().parse_override(argument)
-    except (HydraException, ValueError):
-        return None
-
-
-def text_of(override: Override) -> str:
-    """The value of a setting to be read by a person: a text or a list of texts without quotes and brackets."""
-    value = override.value()
-    if isinstance(value, list) and not any(isinstance(one, list | dict) for one in value):
-        return ",".join(map(str, value))
-    return value if isinstance(value, str) else override.get_value_element_as_str()
-
-
-def quoted(text: str) -> str:
-    """A text in the quotes that Hydra's grammar and OmegaConf give back unchanged."""
-    return _in_quotes(re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", text))
-
-
-def _in_quotes(text: str) -> str:
-    return QuotedString(text, Quote.double).with_quotes()
 
 
 def _left_to_hydra(word: str, hint: Any, several: bool) -> str:
@@ -468,17 +228,17 @@ def _left_to_hydra(word: str, hint: Any, several: bool) -> str:
             f"{shlex.quote(word)}: several values, for one job; with -m in front there is a job for each"
             + (f", and {one} is one value" if one else "")
         )
-    if texts or dataclasses.is_dataclass(_bare(hint)) or typing.get_origin(_bare(hint)) is dict or not ours:
+    if texts or dataclasses.is_dataclass(bare(hint)) or typing.get_origin(bare(hint)) is dict or not ours:
         one = _suggested(head, value, texts or "text")
         raise UserError(f"{shlex.quote(word)} cannot be read" + (f"; in quotes it can: {one}" if one else ""))
     return f"{argument.partition('=')[0]}={quoted(value)}"
 
 
 def _takes_texts(hint: Any) -> Literal["text", "list", ""]:
-    bare = _bare(hint)
-    if bare is str:
+    plain = bare(hint)
+    if plain is str:
         return "text"
-    return "list" if typing.get_origin(bare) is tuple and _bare(typing.get_args(bare)[0]) is str else ""
+    return "list" if typing.get_origin(plain) is tuple and bare(typing.get_args(plain)[0]) is str else ""
 
 
 def _suggested(key: str, value: str, texts: str) -> str:
@@ -486,16 +246,10 @@ def _suggested(key: str, value: str, texts: str) -> str:
     tries = [quoted(value.strip())] if texts == "text" else []
     if texts == "list":
         inside = value.strip().removeprefix("[").removesuffix("]")
-        pieces = [piece.strip() for piece in _pieces(inside)]
-        tries = [f"[{','.join(piece if _plain(piece) else quoted(piece) for piece in pieces)}]"]
+        pieces = [piece.strip() for piece in pieces_of(inside)]
+        tries = [f"[{','.join(piece if is_plain(piece) else quoted(piece) for piece in pieces)}]"]
     good = [text for text in tries if (found := parsed(f"{key}={text}")) and not found.is_sweep_override()]
     return shlex.quote(f"{key}={good[0]}") if good else ""
-
-
-def _plain(piece: str) -> bool:
-    """Whether Hydra takes a piece of a list for the text that it is."""
-    override = parsed(f"x={piece}")
-    return override is not None and (override._value == piece or isinstance(override._value, QuotedString))
 
 
 def explained(error: Exception, door: Door) -> str:

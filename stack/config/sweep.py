@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from stack.config.arguments import parsed, text_of
+from stack.config.grammar import parsed, text_of
 
 # Safe in a shell, in a file system and in name=. A dash of another text could be taken for the one in front of a key.
 _SAFE = re.compile(r"[\w.+]{1,40}|-?\d{1,20}(\.\d{1,20})?(e-?\d{1,3})?")

@@ -14,8 +14,8 @@ from math import floor
 import numpy as np
 import torch
 
-from stack.config.schema import UserError
-from stack.data.packing import Split
+from stack.core.errors import UserError
+from stack.data.packed import Split
 from stack.data.placement import permutation, plan_windows
 
 IGNORED = -100  # the target of a position that is not learnt from

@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.text import conversation
 from stack.text import tokenizer as tokenizers
 from stack.text.messages import Message

@@ -270,3 +270,9 @@ def _folders(top: Path, found: Found) -> Iterator[tuple[Path, list[str]]]:
             raise UserError(f"{shown(folder)} {_cause(error)}") from error
         waiting += [folder / name for name, is_folder in entries if is_folder]
         yield folder, [name for name, is_folder in entries if not is_folder]
+
+
+def hold(seen: Iterable[File]) -> None:
+    """Raise where a file changed: that comes before anything that is wrong with a mixture of before and after."""
+    for file in seen:
+        file.check()

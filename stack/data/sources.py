@@ -16,29 +16,26 @@ a hub set, a data set folder   whatever ``datasets.load_dataset`` reads, streame
 
 from __future__ import annotations
 
-import codecs
 import hashlib
-import json
 import os
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stack.config.schema import Hub, Source, TalkSource
+from stack.config.schema import Source, TalkSource
 from stack.core.errors import BadRow, UserError
-from stack.data import files, lines
-from stack.data.files import File, Found
+from stack.data import files
+from stack.data.files import File, Found, hold
 from stack.data.formats import MADE_OF, messages_of
+from stack.data.rows import decoded, folder_of, group_of, records
 from stack.text.messages import Message, canonical, check
 
 if TYPE_CHECKING:
-    import pyarrow
+    pass
 
-BATCH = 100  # rows taken from a data set at a time
 PLAIN = tuple((suffix, "") for suffix in (".txt", *files.JSON_LINES))
 
 
@@ -70,13 +67,7 @@ class Known:
 
     def check(self) -> None:
         """:class:`~stack.data.files.Changed` where a file is another one now, so that what was read has no name."""
-        _hold(self.files)
-
-
-def _hold(seen: Iterable[File]) -> None:
-    """Raise where a file changed: that comes before anything that is wrong with a mixture of before and after."""
-    for file in seen:
-        file.check()
+        hold(self.files)
 
 
 def look(source: Source) -> Known:
@@ -116,24 +107,18 @@ def fingerprint(source: Source) -> dict[str, Any]:
 def _local(source: Source) -> tuple[Found, bool]:
     """The files that a source is made of, and whether it is on this machine at all."""
     if source.hub is None:
-        return files.find(source.files, _group(source)), True
-    folder = _folder(source.hub)
+        return files.find(source.files, group_of(source)), True
+    folder = folder_of(source.hub)
     if folder is None:
         return Found(), False
     odd = sorted(set("[]?*").intersection(str(folder.resolve()))) + ["::"] * ("::" in str(folder.resolve()))
     if odd:  # datasets takes it for a pattern, and reads what else matches
         raise UserError(
-            f"{_group(source)}.hub.path={source.hub.path}: the datasets library cannot read from a folder with "
+            f"{group_of(source)}.hub.path={source.hub.path}: the datasets library cannot read from a folder with "
             f"{' or '.join(odd)} in its path ({folder.resolve()}); rename it, or read its files by "
-            f"{_group(source)}.files={source.hub.path}"
+            f"{group_of(source)}.files={source.hub.path}"
         )
     return Found([path for path in sorted(folder.rglob("*")) if os.path.isfile(path)]), True
-
-
-def _folder(hub: Hub) -> Path | None:
-    """The folder that a data set is, None of one on the hub."""
-    path = Path(os.path.expanduser(hub.path))
-    return path if os.path.isdir(path) else None
 
 
 def documents(
@@ -158,7 +143,7 @@ def documents(
     limit = None if source.max_mb is None else source.max_mb * 1e6
     make = _conversation if isinstance(source, TalkSource) else _text
     size = 0
-    for row, (place, stored, parse) in enumerate(_records(name, source, of)):
+    for row, (place, stored, parse) in enumerate(records(name, source, of)):
         if row < start and limit is None:
             continue
         record: dict[str, Any] | None = None
@@ -169,10 +154,10 @@ def documents(
             if row < start:
                 continue
             if on_bad_row == "error":
-                _hold(of)
+                hold(of)
                 raise UserError(
                     f"source {name}: {place()}: {problem} (field {source.text!r}); "
-                    f"mend it, or skip and count such rows with {_group(source)}.on_bad_row=skip"
+                    f"mend it, or skip and count such rows with {group_of(source)}.on_bad_row=skip"
                 ) from None
             bad[str(problem)] += 1
             if first is not None and str(problem) not in first:
@@ -185,12 +170,7 @@ def documents(
         size += document.num_bytes
         if limit is not None and size >= limit:
             break
-    _hold(of)
-
-
-def _group(source: Source) -> str:
-    """The configuration group that a source is of, for messages."""
-    return "chat" if isinstance(source, TalkSource) else "data"
+    hold(of)
 
 
 def held_out(key: bytes, share: float, seed: int) -> bool:
@@ -215,203 +195,11 @@ def expected_bytes(source: Source) -> float | None:
 
     UserError where a file cannot be found.
     """
-    found = files.find(source.files, _group(source)).files
+    found = files.find(source.files, group_of(source)).files
     plain = bool(found) and all(files.kind(path) in PLAIN for path in found)
     in_files = float(sum(path.stat().st_size for path in found)) if plain else None
     bounds = [in_files, None if source.max_mb is None else source.max_mb * 1e6]
     return min((bound for bound in bounds if bound is not None), default=None)
-
-
-# ---------------------------------------------------------------- rows
-
-# Where a record stands (asked for only when it is bad), what is stored there, and what makes a record of it: the fields
-# and their values, None for no record. A string may come as its bytes.
-Row = tuple[Callable[[], str], Any, Callable[[Any], dict[str, Any] | None]]
-
-
-def _records(name: str, source: Source, of: tuple[File, ...]) -> Iterator[Row]:
-    """Every row of a source, unread; UserError where it cannot be opened or breaks off."""
-    if source.hub is not None:
-        for file in of:  # of which the library takes what a cut one gives
-            if file.path.suffix in files.COMPRESSED:
-                yield from _guarded(name, file.path, (file,), _whole(file))
-        yield from _guarded(name, source.hub.path, of, _hub_rows(source.hub, source, of))
-        return
-    for file in of:
-        yield from _guarded(name, file.path, (file,), _file_rows(file, source))
-
-
-def _guarded(name: str, what: Path | str, of: tuple[File, ...], rows: Iterator[Row]) -> Iterator[Row]:
-    """The rows; what the libraries raise over damaged or absent data becomes a UserError that names the file or set."""
-    try:
-        yield from rows
-    except UserError:
-        raise
-    except (OSError, EOFError, ValueError, *_errors()) as error:
-        _hold(of)
-        own = isinstance(error, lines.Damaged)
-        why = f"{error}; get a whole copy of it" if own else f"{type(error).__name__}: {error}"
-        raise UserError(f"source {name}: {files.shown(what)} cannot be read: {why}") from error
-
-
-def _errors() -> Iterator[type[Exception]]:
-    """What the libraries raise that are loaded; the others raise nothing."""
-    if "pyarrow" in sys.modules:
-        yield sys.modules["pyarrow"].ArrowException
-    if "datasets" in sys.modules:
-        from datasets.exceptions import DatasetsError
-
-        yield DatasetsError
-
-
-def _whole(file: File) -> Iterator[Row]:
-    """No rows; :class:`~stack.data.lines.Damaged` where a compressed file is cut."""
-    for _ in lines.content(file):
-        pass
-    yield from ()
-
-
-def _file_rows(file: File, source: Source) -> Iterator[Row]:
-    """The rows of one file."""
-    place, suffix = files.shown(file.path), files.kind(file.path)[0]
-    if suffix == ".parquet":
-        yield from _parquet_rows(file, source, place)
-        return
-    content = lines.content(file)
-    if suffix == ".txt":
-        text = b"".join(content).removeprefix(codecs.BOM_UTF8)
-        yield (lambda: place), text, lambda text: {source.text: text}
-        return
-    found = lines.array_or_lines(content) if suffix == ".json" else lines.lines(content)
-    for number, record in enumerate(found, 1):
-        if not isinstance(record, bytes):
-            yield (lambda number=number: f"{place}, record {number}"), record, _object
-            continue
-        line = record.removeprefix(codecs.BOM_UTF8) if number == 1 else record
-        yield (lambda number=number: f"{place}, line {number}"), line, _json_record
-
-
-def _parquet_rows(file: File, source: Source, place: str) -> Iterator[Row]:
-    """The rows of a parquet file, its pages read as they come."""
-    import pyarrow
-    import pyarrow.parquet
-
-    # Opened here because the library takes some names for addresses.
-    with (
-        file.path.open("rb") as opened,
-        pyarrow.parquet.ParquetFile(opened, buffer_size=files.CHUNK, pre_buffer=False) as found,
-    ):
-
-        def tables(columns: list[str] | None) -> Iterator[pyarrow.Table]:
-            batches = found.iter_batches(BATCH, columns=columns)
-            return (pyarrow.Table.from_batches([batch]) for batch in batches)
-
-        yield from _table_rows(found.schema_arrow.names, tables, source, place)
-
-
-def _hub_rows(hub: Hub, source: Source, of: tuple[File, ...]) -> Iterator[Row]:
-    """The rows of a hub set or of a local data set folder."""
-    import datasets  # where it is needed, because it takes seconds
-
-    datasets.disable_progress_bars()  # the program shows its own
-    # What is not streamed is kept, and the library knows a file here by its name and time alone.
-    own = hashlib.sha256("".join(file.content for file in of).encode()).hexdigest()
-    found = datasets.load_dataset(
-        str(_folder(hub) or hub.path),
-        hub.name,
-        split=hub.split,
-        revision=hub.revision,
-        streaming=hub.streaming,
-        cache_dir=os.path.join(datasets.config.HF_DATASETS_CACHE, own) if of else None,
-    )
-
-    def tables(columns: list[str] | None) -> Iterator[pyarrow.Table]:
-        return (found if columns is None else found.select_columns(columns)).with_format("arrow").iter(BATCH)
-
-    yield from _table_rows(found.column_names or (), tables, source, hub.path)
-
-
-def _table_rows(
-    names: Iterable[str], tables: Callable[[list[str] | None], Iterable[pyarrow.Table]], source: Source, place: str
-) -> Iterator[Row]:
-    """The column of a data set, and of conversations those that may say something.
-
-    ``names`` are its columns where they are known, and ``tables`` gives those that it is asked for, or all. Strings
-    come as their bytes, and lists as what arrow holds of them, so that a broken one does not end the reading. Of the
-    other columns of conversations only the names are known, with a value of True.
-    """
-    import pyarrow
-
-    talk, named = isinstance(source, TalkSource), list(names)
-    wanted = {source.text, *(_fields_of_conversations() if talk else ())}
-    others = dict.fromkeys((name for name in named if talk and name not in wanted), True)
-    number = 0
-    for table in tables([name for name in named if name in wanted] or None):
-        other_form = talk and source.text == TalkSource.text and wanted & set(table.column_names)
-        if source.text not in table.column_names and not other_form:
-            way_out = f"give {_group(source)}.text=…"
-            raise UserError(f"{place}: there is no field {source.text!r}; there are {table.column_names}: {way_out}")
-        columns = {name: table[name] for name in wanted if name in table.column_names}
-        for name, column in columns.items():
-            if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
-                columns[name] = column.cast(pyarrow.large_binary())
-        for values in zip(*columns.values(), strict=True):
-            number += 1
-            record = dict(zip(columns, values, strict=True))
-            yield (lambda number=number: f"{place}, row {number}"), record, lambda record: _plain(record) | others
-
-
-def _fields_of_conversations() -> set[str]:
-    from stack.data.formats import FIELDS  # it reads from this module
-
-    return FIELDS
-
-
-# ---------------------------------------------------------------- records
-
-
-def _json_record(line: bytes) -> dict[str, Any] | None:
-    """The object of a line of JSON; None for a blank line."""
-    if not line.strip():
-        return None
-    try:
-        return _object(json.loads(_decoded(line)))
-    except (ValueError, RecursionError):  # a number of 10,000 digits; brackets 10,000 deep
-        raise BadRow("not JSON") from None
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise BadRow("not an object")
-    return value
-
-
-def _plain(record: dict[str, Any]) -> dict[str, Any]:
-    """The values of arrow as Python's."""
-    try:
-        return {name: _python(value.as_py(), value.type) for name, value in record.items()}
-    except UnicodeDecodeError:
-        raise BadRow("not UTF-8") from None
-    except (ValueError, RecursionError):
-        raise BadRow("not JSON") from None
-
-
-def _python(value: Any, kind: pyarrow.DataType) -> Any:
-    """A value of arrow as it was before all rows of its column were made alike.
-
-    Every struct has the keys of all others, null where they are not its own: these are left out. Where rows are too
-    unlike each other, ``datasets`` stores JSON.
-    """
-    import pyarrow
-
-    if value is None:
-        return None
-    if isinstance(kind, pyarrow.JsonType):
-        return json.loads(value)
-    if isinstance(value, dict):
-        return {f.name: _python(value[f.name], f.type) for f in kind if value[f.name] is not None}
-    is_list = isinstance(value, list) and not isinstance(kind, pyarrow.MapType)
-    return [_python(inner, kind.value_type) for inner in value] if is_list else value
 
 
 def _text(record: dict[str, Any], source: Source, row: int) -> Document:
@@ -424,7 +212,7 @@ def _text(record: dict[str, Any], source: Source, row: int) -> Document:
 
 
 def _conversation(record: dict[str, Any], source: TalkSource, row: int) -> Document:
-    record = {name: _decoded(value) if isinstance(value, bytes) else value for name, value in record.items()}
+    record = {name: decoded(value) if isinstance(value, bytes) else value for name, value in record.items()}
     found, passed_over = messages_of(record, source)
     messages, made_of = check(found), record.get(MADE_OF)
     data = canonical(messages)
@@ -438,17 +226,10 @@ def _conversation(record: dict[str, Any], source: TalkSource, row: int) -> Docum
 def _string(value: Any) -> str:
     """A string, which may come as its bytes."""
     if isinstance(value, bytes):
-        return _decoded(value)
+        return decoded(value)
     if isinstance(value, str):
         return value
     raise BadRow("null" if value is None else "not a string")
-
-
-def _decoded(data: bytes) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        raise BadRow("not UTF-8") from None
 
 
 def _utf8(text: str) -> bytes:

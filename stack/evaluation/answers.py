@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from stack.config.schema import Conversations, FineTune, TalkSource, UserError
+from stack.config.schema import Conversations, FineTune, TalkSource
+from stack.core.errors import UserError
 from stack.core.files import read_json, write_json
 from stack.core.ranks import ALONE, Ranks
 from stack.data.holding_out import rule_of

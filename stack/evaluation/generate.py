@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.model.decoder import Cache, Decoder
 from stack.text.tokenizer import Tokenizer
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stack.config.schema import Chat, UserError
+from stack.config.schema import Chat
+from stack.core.errors import UserError
 from stack.core.machine import choose_precision
 from stack.evaluation.generate import Sampling, stream
 from stack.model.decoder import Decoder

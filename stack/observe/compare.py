@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stack.config.schema import UserError
 from stack.config.sweep import Job
+from stack.core.errors import UserError
 from stack.observe.page import page, record
 from stack.observe.page.parts import finite
 from stack.observe.page.record import Record

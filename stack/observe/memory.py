@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 import torch
 
 from stack.config import schema as config
-from stack.config.schema import UserError
 from stack.core import machine
+from stack.core.errors import UserError
 from stack.core.ranks import Ranks
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from stack.checkpoint import MANIFEST, STATE, Manifest, read_manifest
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.core.files import read_json
-from stack.data.packing import Packed, open_packed
+from stack.data.packed import Packed, open_packed
 from stack.text.tokenizer import Tokenizer
 
 

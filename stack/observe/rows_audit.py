@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from stack.checkpoint.open import Tables, load_tables
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.observe import occurrences, undertrained
 from stack.observe.occurrences import Occurrences
 from stack.text.tokenizer import NO_TEXT, START_OF_TURN, Tokenizer, readable

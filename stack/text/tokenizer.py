@@ -18,7 +18,7 @@ from typing import Any
 
 import tokenizers
 
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.core.files import read_json, write_json
 from stack.text.portions import PORTION, portions
 

@@ -22,7 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stack.config.schema import FineTune, Run, is_given, plain
+from stack.config.command import is_given
+from stack.config.schema import FineTune, Run, plain
 from stack.core import files
 from stack.tracking.metrics import MEASURED
 

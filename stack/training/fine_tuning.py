@@ -18,8 +18,8 @@ from stack.config.schema import FineTune, Model
 from stack.core.errors import UserError
 from stack.core.files import read_json
 from stack.core.ranks import SHARED, Ranks
-from stack.data import packing
-from stack.data.packing import Packed, open_packed, pack
+from stack.data.packed import Packed, Split, open_packed
+from stack.data.packing import pack
 from stack.model.decoder import Decoder
 from stack.model.huggingface import CONFIG, model_of
 from stack.text import template
@@ -110,7 +110,7 @@ def _measured(base: Base, growth: Growth, new: Decoder, parts: Parts, show: Call
     return found
 
 
-def _plain_texts(split: packing.Split, base: Base, tokenizer: Tokenizer) -> list[list[int]]:
+def _plain_texts(split: Split, base: Base, tokenizer: Tokenizer) -> list[list[int]]:
     """Conversations as the base can read them: without their control tokens."""
     control = list(tokenizer.control.values())
     texts = []

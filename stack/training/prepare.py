@@ -14,7 +14,8 @@ from stack.config.schema import Config, Model, Run
 from stack.core.errors import UserError
 from stack.core.ranks import SHARED, Ranks
 from stack.data.batches import Batches, Mixed, Windows, in_order
-from stack.data.packing import Packed, open_packed, pack
+from stack.data.packed import Packed, open_packed
+from stack.data.packing import pack
 from stack.data.sampling import train_tokenizer
 from stack.text import tokenizer as text
 from stack.text.tokenizer import Tokenizer

@@ -18,9 +18,11 @@ from typing import Any
 import yaml
 
 from stack import checkpoint
-from stack.config.arguments import Kind, hint_of, kind_of
-from stack.config.schema import LENGTHS, Config, FineTune, Run, UserError, keys_at, plain
+from stack.config.checks import keys_at
+from stack.config.kinds import Kind, hint_of, kind_of
+from stack.config.schema import LENGTHS, Config, FineTune, Run, plain
 from stack.core import files, locks
+from stack.core.errors import UserError
 from stack.core.ranks import Ranks
 
 # What may change when a run goes on: who computes and how it is shown, when something is looked at, and a later end.

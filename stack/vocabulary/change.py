@@ -20,7 +20,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.core.files import create_folder, read_json, sha256, short_digest, write_json
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder

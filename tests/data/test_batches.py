@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.data.batches import IGNORED, Batches, Mixed, in_order
-from stack.data.packing import Split
+from stack.data.packed import Split
 from stack.data.placement import plan_windows
 
 PAD = 1

@@ -15,7 +15,8 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stack.config.schema import Hub, Source, TalkSource, UserError
+from stack.config.schema import Hub, Source, TalkSource
+from stack.core.errors import UserError
 from stack.data import lines
 from stack.data.sources import Document, documents, expected_bytes, fingerprint, held_out, packs
 from stack.text.messages import canonical

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.data import encoding
 from stack.text import tokenizer as tokenizers
 from stack.text.bpe import fit

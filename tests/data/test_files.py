@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from stack.config import schema as config
-from stack.config.schema import Hub, HubFlags, Source, UserError
+from stack.config.schema import Hub, HubFlags, Source
+from stack.core.errors import UserError
 from stack.data import packing, sampling
 from stack.data.files import Changed, find
 from stack.data.sampling import train_tokenizer
@@ -348,7 +349,7 @@ def test_nothing_is_kept_that_was_packed_of_a_file_that_changed(here, made, monk
     data, _, words = made
     path = here / "t.jsonl"
     first = path.read_bytes()
-    close, closed = packing._Block.close, []
+    close, closed = packing.Block.close, []
 
     def closing(self, progress):
         close(self, progress)
@@ -357,7 +358,7 @@ def test_nothing_is_kept_that_was_packed_of_a_file_that_changed(here, made, monk
             change(path)
 
     with monkeypatch.context() as patch, pytest.raises(Changed, match=r"t\.jsonl changed while it was read"):
-        patch.setattr(packing._Block, "close", closing)
+        patch.setattr(packing.Block, "close", closing)
         packing.pack(data, words, here, lambda line: None)
     assert len(closed) == block  # the next one was not kept, not even for a moment
     assert not list((here / "packed").glob("mine*"))

@@ -15,8 +15,12 @@ from hydra import compose, initialize_config_dir
 from tiny import sft_settings
 
 from stack.config import schema as config
-from stack.config.schema import FineTune, TalkSource, UserError
+from stack.config.arguments import CONF
+from stack.config.checks import typed
+from stack.config.schema import FineTune, TalkSource
+from stack.core.errors import UserError
 from stack.data import packing
+from stack.data.packed import Packed
 from stack.data.sources import Document, documents, fingerprint
 from stack.text import conversation
 from stack.text.messages import REASONING
@@ -268,12 +272,12 @@ def test_reasoning_is_kept_or_dropped_and_counted(tmp_path, row) -> None:
 # ---------------------------------------------------------------- packing
 
 
-def packed(root: Path, words: Tokenizer, rows: list[Any], *more: str) -> tuple[packing.Packed, list[str]]:
+def packed(root: Path, words: Tokenizer, rows: list[Any], *more: str) -> tuple[Packed, list[str]]:
     """The rows packed as ``chat.files``, and what was shown."""
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with initialize_config_dir(config.CONF, version_base="1.3"):
+    with initialize_config_dir(CONF, version_base="1.3"):
         settings = sft_settings(root, f"chat.files=[{root}/rows.jsonl]", *more)
-        chat = config.typed(compose("sft", overrides=settings), FineTune).chat
+        chat = typed(compose("sft", overrides=settings), FineTune).chat
     shown: list[str] = []
     return packing.pack(chat, words, root, shown.append, window=200), shown
 

@@ -15,6 +15,7 @@ from stack.core.files import read_json, write_json
 from stack.data import packing
 from stack.data import sources as corpus
 from stack.data.holding_out import LEAST, rule_of
+from stack.data.packed import SPLITS
 from stack.data.sampling import train_tokenizer
 
 WORDS = ["the", "sea", "was", "calm", "and", "old", "men", "went", "down", "to", "his", "little", "boat", "again"]
@@ -208,13 +209,13 @@ def test_a_text_in_two_parts_is_packed_alike_by_any_workers_and_after_any_death(
     expected = packing.pack(data, made, tmp_path / "once", print)
     names = {path.name for path in expected.folder.iterdir()}
     two = packing.pack(dataclasses.replace(data, workers=2), made, tmp_path / "two", print)
-    close, deaths = packing._Block.close, 0
+    close, deaths = packing.Block.close, 0
 
     def dies(block, progress):
         close(block, progress)
         raise Killed
 
-    monkeypatch.setattr(packing._Block, "close", dies)
+    monkeypatch.setattr(packing.Block, "close", dies)
     while deaths < 50:
         try:
             killed = packing.pack(data, made, tmp_path / "killed", print)
@@ -225,7 +226,7 @@ def test_a_text_in_two_parts_is_packed_alike_by_any_workers_and_after_any_death(
     for folder in (two.folder, killed.folder):
         assert {path.name for path in folder.iterdir()} == names
         assert all((folder / name).read_bytes() == (expected.folder / name).read_bytes() for name in names)
-    for side, split in zip(sides(data), packing.SPLITS, strict=True):
+    for side, split in zip(sides(data), SPLITS, strict=True):
         found = expected.split(split)
         ids = [found.ids(int(s) + 1, int(n) - 1) for s, n in zip(found.starts, found.lengths, strict=True)]
         assert [made.decode(some) for some in ids] == side

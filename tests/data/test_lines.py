@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from stack.config.schema import Hub, Source, UserError
+from stack.config.schema import Hub, Source
+from stack.core.errors import UserError
 from stack.data import lines
 from stack.data.sources import documents, look
 

@@ -17,10 +17,11 @@ import pytest
 import talk
 
 from stack.config import schema as config
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.data import encoding, packing
 from stack.data import sources as corpus
 from stack.data.batches import Batches
+from stack.data.packed import FORMAT, SPLITS, Packed, open_packed
 from stack.data.sampling import train_tokenizer
 from stack.text import conversation, template
 
@@ -95,7 +96,7 @@ def expected_texts(data: config.Data, split: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", packing.SPLITS)
+@pytest.mark.parametrize("name", SPLITS)
 def test_a_split_is_its_documents(made, packed, name):
     data, tokenizer = made
     split, texts = packed.split(name), expected_texts(data, name)
@@ -134,7 +135,7 @@ def test_the_manifest_adds_up(packed, made):
     assert np.array_equal(packed.counts(), np.bincount(train, minlength=tokenizer.vocab_size))
     assert packed.counts().dtype == np.int64
     for key in ("documents", "tokens", "targets", "bytes", "shards"):
-        for split in packing.SPLITS:
+        for split in SPLITS:
             assert manifest["splits"][split][key] == sum(source[split][key] for source in manifest["sources"].values())
     one, two = manifest["sources"]["one"]["skipped"], manifest["sources"]["two"]["skipped"]
     assert one["empty"] == 36 and two["empty"] == 23
@@ -142,7 +143,7 @@ def test_the_manifest_adds_up(packed, made):
     read = {name: 400 if name == "one" else 250 for name in ("one", "two")}
     for name, source in manifest["sources"].items():
         skipped = source["skipped"]
-        packed_once = sum(source[split]["documents"] for split in packing.SPLITS) - skipped["repeats"]
+        packed_once = sum(source[split]["documents"] for split in SPLITS) - skipped["repeats"]
         assert packed_once + skipped["empty"] + skipped["omissions"] == read[name]
 
 
@@ -170,7 +171,7 @@ def test_a_finished_folder_is_reused(made, tmp_path):
     assert packing.pack(changed(data, workers=3), tokenizer, tmp_path, lambda line: None).folder == folder
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     other = packing.pack(changed(data, seed=4), tokenizer, tmp_path, lambda line: None)
-    assert other.folder != folder and other.digest != packing.open_packed(folder).digest
+    assert other.folder != folder and other.digest != open_packed(folder).digest
     assert [path.name for path in folder.parent.iterdir() if path.name.endswith(".partial")] == []
 
 
@@ -212,14 +213,14 @@ def test_a_death_at_any_block_changes_nothing(made, tmp_path, monkeypatch, after
     whole = packing.pack(data, made[1], tmp_path / "whole", lambda line: None)
     assert sum(whole.manifest["sources"]["bad"]["skipped"]["bad_rows"].values()) >= 4
     assert 0.03e6 <= sum(total["bytes"] for total in whole.manifest["splits"].values()) < 0.031e6
-    replace = packing.disk.replace
+    replace = packing.files.replace
 
     def dies(path: Path, content: bytes, *, durable: bool) -> None:
         if after_rename:
             replace(path, content, durable=durable)
         raise Killed
 
-    monkeypatch.setattr(packing.disk, "replace", dies)
+    monkeypatch.setattr(packing.files, "replace", dies)
     deaths = 0
     while deaths < (100 if after_rename else 2):
         try:
@@ -299,7 +300,7 @@ def test_two_at_once(packed, made, tmp_path):
     """The second waits for the first and takes what it made."""
     data, tokenizer = made
     shown: dict[int, list[str]] = {0: [], 1: []}
-    results: dict[int, packing.Packed] = {}
+    results: dict[int, Packed] = {}
 
     def work(number: int) -> None:
         results[number] = packing.pack(data, tokenizer, tmp_path, shown[number].append)
@@ -326,12 +327,12 @@ def test_short_split(made, tmp_path):
     path = write(tmp_path / "one.jsonl", ["only this"])
     shown: list[str] = []
     result = packing.pack(data_of({"one": config.Source(files=(str(path),))}), made[1], tmp_path, shown.append)
-    assert [result.split(name).num_documents for name in packing.SPLITS] == [1, 0]
+    assert [result.split(name).num_documents for name in SPLITS] == [1, 0]
     assert shown[0] == "no validation: 1 document, 9 B in all, too little to hold some of it out"
     path = write(tmp_path / "two.jsonl", [f"text {n}" for n in range(8)])
     data = data_of({"two": config.Source(files=(str(path),))}, validation=0.3)
     result = packing.pack(data, made[1], tmp_path, lambda line: None)
-    assert all(result.split(name).num_documents >= 1 for name in packing.SPLITS)
+    assert all(result.split(name).num_documents >= 1 for name in SPLITS)
 
 
 class Wide:
@@ -352,9 +353,7 @@ def test_big_ids(tmp_path):
     data = data_of({"big": source})
     result = packing.pack(data, Wide(65_540), tmp_path, lambda line: None)
     assert result.manifest["dtype"] == "uint32"
-    ids = np.concatenate(
-        [result.split(name).ids(int(s), 3) for name in packing.SPLITS for s in result.split(name).starts]
-    )
+    ids = np.concatenate([result.split(name).ids(int(s), 3) for name in SPLITS for s in result.split(name).starts])
     assert Counter(ids.tolist()) == Counter(ord(character) for text in texts for character in "\0" + text)
     with pytest.raises(OverflowError):
         packing.pack(data, Wide(65_536), tmp_path, lambda line: None)
@@ -390,7 +389,7 @@ def edit(folder: Path, key: str, value) -> None:
 
 def damage_format(folder: Path) -> str:
     edit(folder, "format", 99)
-    return f"format 99, but this program reads format {packing.FORMAT}"
+    return f"format 99, but this program reads format {FORMAT}"
 
 
 def damage_dtype(folder: Path) -> str:
@@ -422,10 +421,10 @@ def test_a_damaged_folder_is_refused(packed, tmp_path, damage):
     folder.mkdir()
     for path in packed.folder.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    packing.open_packed(folder)
+    open_packed(folder)
     message = damage(folder)
     with pytest.raises(UserError) as error:
-        packing.open_packed(folder)
+        open_packed(folder)
     assert message in str(error.value)
 
 
@@ -508,7 +507,7 @@ def expected_talk(data: config.Conversations, words, split: str, window: int = W
     return found
 
 
-@pytest.mark.parametrize("name", packing.SPLITS)
+@pytest.mark.parametrize("name", SPLITS)
 def test_a_split_is_its_conversations(talked, packed_talk, name):
     """Law 9 on disk: ids and mask, whole or cut after an answer, and the source of each."""
     words, split, expected = talked[1], packed_talk[0].split(name), expected_talk(*talked, name)
@@ -547,10 +546,10 @@ def test_every_conversation_is_counted(talked, packed_talk):
         skipped = found["skipped"]
         assert skipped["bad_rows"] == bad and bad["no assistant turn"] > 2
         assert {key: skipped[key] for key in lengths} == lengths and min(lengths.values()) > 0
-        once = sum(found[split]["documents"] for split in packing.SPLITS) - skipped["repeats"]
+        once = sum(found[split]["documents"] for split in SPLITS) - skipped["repeats"]
         assert once + skipped["omissions"] + skipped["too_long"] == len(good)
         cut, dropped = cut + lengths["cut"], dropped + lengths["too_long"]
-    for split in packing.SPLITS:
+    for split in SPLITS:
         assert manifest["splits"][split]["supervised"] == packed_talk[0].split(split).num_targets
     share = Batches(packed_talk[0].split("train"), window=WINDOW, global_batch=1, seed=0, pad_id=1).padding_share
     line = packed_talk[1][-1]
@@ -573,20 +572,20 @@ def test_the_mask_is_on_disk_and_in_the_manifest(packed_talk, tmp_path):
         (folder / path.name).write_bytes(path.read_bytes())
     os.truncate(folder / "train-00001.mask.bin", 7)
     with pytest.raises(UserError, match=r"train-00001\.mask\.bin has 7 bytes"):
-        packing.open_packed(folder)
+        open_packed(folder)
 
 
 def test_conversations_by_any_number_of_workers_and_after_any_death(talked, packed_talk, tmp_path, monkeypatch):
     data, words = talked
     two = packing.pack(changed(data, workers=2), words, tmp_path / "two", lambda line: None, window=WINDOW)
     assert tree(two.folder) == tree(packed_talk[0].folder)
-    replace, deaths = packing.disk.replace, 0
+    replace, deaths = packing.files.replace, 0
 
     def dies(path: Path, content: bytes, *, durable: bool) -> None:
         replace(path, content, durable=durable)
         raise Killed
 
-    monkeypatch.setattr(packing.disk, "replace", dies)
+    monkeypatch.setattr(packing.files, "replace", dies)
     while deaths < 100:
         try:
             packing.pack(data, words, tmp_path / "killed", lambda line: None, window=WINDOW)
@@ -602,7 +601,7 @@ def test_conversations_by_any_number_of_workers_and_after_any_death(talked, pack
 def test_window_length_rule_and_template_make_another_folder(talked, packed_talk, tmp_path, monkeypatch):
     data, words = talked
     dropping = packing.pack(changed(data, too_long="drop"), words, tmp_path, lambda line: None, window=WINDOW)
-    for name in packing.SPLITS:
+    for name in SPLITS:
         split, expected = dropping.split(name), expected_talk(changed(data, too_long="drop"), words, name)
         assert split.lengths.tolist() == [len(ids) for _, ids, _ in expected]
     assert all(
@@ -627,7 +626,7 @@ def test_thirteen_tokens_at_window_ten(talked, tmp_path, too_long):
     exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert [len(conversation.encode(words, exchange * n)[0]) for n in (1, 2)] == [13, 25]
 
-    def packed_at(window: int, rows: int) -> packing.Packed:
+    def packed_at(window: int, rows: int) -> Packed:
         texts = [[{"role": "user", "content": chr(65 + n)}, exchange[1]] for n in range(26)]
         made = [{"messages": text} for text in texts] + [{"messages": [*text, *exchange]} for text in texts[:rows]]
         source = config.TalkSource(files=(write_talks(tmp_path / "c.jsonl", made),))
@@ -642,7 +641,7 @@ def test_thirteen_tokens_at_window_ten(talked, tmp_path, too_long):
     else:
         cut = packed_at(12, 0)
         assert cut.manifest["sources"]["c"]["skipped"]["cut"] == 26
-        assert {length for name in packing.SPLITS for length in cut.split(name).lengths} == {12}
+        assert {length for name in SPLITS for length in cut.split(name).lengths} == {12}
     skipped = packed_at(20, 9).manifest["sources"]["c"]["skipped"]
     assert (skipped["cut"], skipped["too_long"]) == ((9, 0) if too_long == "cut" else (0, 9))
 
@@ -673,9 +672,9 @@ def test_short_split_of_conversations(talked, tmp_path):
 
 
 def test_another_tokenizer_is_refused(made, packed, talked):
-    packing.open_packed(packed.folder, made[1])
+    open_packed(packed.folder, made[1])
     with pytest.raises(UserError) as error:
-        packing.open_packed(packed.folder, talked[1])
+        open_packed(packed.folder, talked[1])
     for part in (
         str(packed.folder),
         packed.vocabulary_digest,

@@ -11,7 +11,7 @@ import yaml
 from hugging_face import same_shape
 
 from stack.config import schema as config
-from stack.config.schema import CONF
+from stack.config.arguments import CONF
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder, Loss
 

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 import tiny
 
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.observe.page import record
 
 

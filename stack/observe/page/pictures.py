@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

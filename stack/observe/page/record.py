@@ -18,7 +18,7 @@ import numpy as np
 
 from stack import checkpoint
 from stack.checkpoint import Manifest
-from stack.config.schema import UserError
+from stack.core.errors import UserError
 from stack.model.huggingface import TABLE, WEIGHTS
 from stack.observe import rows_audit as audit
 from stack.text.tokenizer import quoted
