@@ -99,7 +99,7 @@ class Job:
                 )
             else:
                 why = "finished"
-                newest = self.folder / f"checkpoints/step-{state.step:08d}"
+                newest = checkpoint.folder_of(self.folder / "checkpoints", state.step)
                 hooks.progress.summary(state, hooks.quality(), begun.planned, newest)
             if self.ranks.main and self.config.track.report:
                 self._report(state.step)
@@ -133,7 +133,7 @@ class Job:
         """An audit of the rows, and the page. Whatever goes wrong with either, the run is saved and a line says so."""
         show = self.display.show
         try:
-            found = audit.audit(str(self.folder / f"checkpoints/step-{step:08d}"), known=False, show=show)
+            found = audit.audit(str(checkpoint.folder_of(self.folder / "checkpoints", step)), known=False, show=show)
             write_json(self.folder / audit.NAME, found)
         except Exception as error:
             show(f"no audit: {error}")

@@ -3,9 +3,7 @@
 from stack.checkpoint.format import (
     FORMAT,
     MANIFEST,
-    MOMENTS,
     STATE,
-    Loaded,
     Manifest,
     folder_of,
     load,
@@ -14,10 +12,10 @@ from stack.checkpoint.format import (
     steps,
     verify,
 )
-from stack.checkpoint.manager import newest, retain, save, tidy
+from stack.checkpoint.manager import newest, retain, save
 from stack.checkpoint.tensors import digest_tensors, load_weights_into
 
 __all__ = [
-    "FORMAT", "MANIFEST", "MOMENTS", "STATE", "Loaded", "Manifest", "digest_tensors", "folder_of", "load",
-    "load_weights_into", "newest", "read_manifest", "retain", "save", "step_of", "steps", "tidy", "verify",
+    "FORMAT", "MANIFEST", "STATE", "Manifest", "digest_tensors", "folder_of", "load", "load_weights_into",
+    "newest", "read_manifest", "retain", "save", "step_of", "steps", "verify",
 ]  # fmt: skip

@@ -125,9 +125,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path) -> Manifest:
-    """Hold every file against the manifest, by size and then by digest, in constant memory; :class:`UserError`.
+    """Compare every file with the manifest, by size and then by digest, in constant memory; :class:`UserError`.
 
-    What this process has verified before, and what nobody has touched since, is not read again.
+    What this process has verified, and nobody has touched since, is not read again.
     """
     manifest = read_manifest(folder)
     for name, file in manifest.files.items():
@@ -188,7 +188,7 @@ def _sha256(path: Path) -> str:
 
 
 def read_back(path: Path, written: Iterable[np.ndarray]) -> File:
-    """Read a new file once, and hold it against what was written, uint8 in its order; its entry in the manifest."""
+    """Read a new file once and compare it with what was written (parts in order, uint8); its entry in the manifest."""
     state, now = _state(path), time.time_ns()
     hashed, same = hashlib.sha256(), True
     with path.open("rb") as file:

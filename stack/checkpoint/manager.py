@@ -147,7 +147,7 @@ def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
 
 
 def _seal(partial: Path, written: Written, facts: dict[str, Any]) -> None:
-    """Bring the folder down to the disk, hold it against what was written, and give it a manifest in the same way."""
+    """Flush the folder to the disk, compare it with what was written, and add the manifest in the same way."""
     paths = sorted(path for path in partial.rglob("*") if path.is_file())
     names = [path.relative_to(partial).as_posix() for path in paths]
     written |= {name: [np.fromfile(partial / name, np.uint8)] for name in names if name not in written}
@@ -161,7 +161,7 @@ def _seal(partial: Path, written: Written, facts: dict[str, Any]) -> None:
 
 
 def _not_saved(final: Path, error: Exception, needed: int) -> str:
-    """What stopped a save, what it needed, and where one stands now."""
+    """The message: what stopped a save, how much room it needs, and the last good checkpoint."""
     cause = getattr(error, "strerror", None) or str(error)
     last = newest(final.parent, warn=lambda line: None)  # clears the partial folder: its bytes count as free
     home = next(folder for folder in final.absolute().parents if folder.exists())

@@ -22,7 +22,7 @@ UNLOCKED_S = 86_400.0  # a folder without one that is older than this is made by
 
 
 def sync(handle: int) -> bool:
-    """Bring an open file, or a folder's entries, down to the disk; False where the file system does not offer it."""
+    """Flush an open file, or a folder's entries, to the disk; False where the file system cannot."""
     try:
         os.fsync(handle)
     except OSError as error:
@@ -75,9 +75,13 @@ def replace(path: Path, data: bytes | str, *, durable: bool = False) -> None:
 
 
 def create_folder(folder: Path, make: Callable[[Path], Any]) -> None:
-    """``make`` a folder with a ``manifest.json`` beside, then give it its name: it stands there whole or not at all.
+    """Make a folder beside, then give it its name: it stands there whole or not at all.
 
-    What killed processes left beside is cleared.
+    Several processes may do so at once. What killed ones left beside is cleared.
+
+    Args:
+        folder: its name; one without a ``manifest.json`` is replaced.
+        make: makes the folder at the path that it is given, with a ``manifest.json``.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(".*-*/"):

@@ -1,8 +1,8 @@
-"""Locks that go with their holder, on every file system.
+"""Locks that end with the process that holds them, on every file system.
 
-A lock is the kernel's (``flock``), so it goes with its holder, however that ends. Where a file system has none (some
-network and FUSE mounts), a file beside says who holds it: host, process and when that process began. One of this host
-that is no longer alive holds nothing; of another host nobody can tell from here.
+A lock is the kernel's (``flock``), so it is released however its holder ends. Where a file system has none (some
+network and FUSE mounts), a file beside says who holds it: host, process and when that process began. A process of this
+host that is no longer alive holds nothing; whether one of another host is alive cannot be told from here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errn
 
 
 def take(path: Path, held: ExitStack, show: Callable[[str], None] | None = None) -> str | None:
-    """Take the lock ``path`` until ``held`` closes; who holds it, where somebody else does, and then it is not taken.
+    """Take the lock ``path`` until ``held`` closes; None, or who holds it already.
 
     Args:
-        path: the lock file, made where it is not there; its folder is.
-        held: gives the lock back.
-        show: hears that the file system has no locks.
+        path: the lock file, made if it is not there; its folder must exist.
+        held: releases the lock.
+        show: is told if the file system has no locks.
     """
     file = held.enter_context(open(path, "a+"))  # noqa: SIM115  closed, and so unlocked, by the stack
     try:
@@ -77,10 +77,10 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _described(path: Path, other: dict[str, Any] | None, here: str) -> str:
+def _described(path: Path, other: dict[str, Any] | None, host: str) -> str:
     if other is None:
         return f"a process that has not said which it is (remove {path} if there is none)"
-    gone = "" if other["host"] == here else f" (remove {path} if it has ended)"
+    gone = "" if other["host"] == host else f" (remove {path} if it has ended)"
     return f"host {other['host']}, process {other['process']}{gone}"
 
 
