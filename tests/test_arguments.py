@@ -199,7 +199,7 @@ def hard(test):
 @given(NAMES)
 def test_every_file_name_survives_in_our_own_quotes(name: str) -> None:
     in_quotes = quoted(name)
-    assert got(f"data.files=[{quoted}]") == (name,)
+    assert got(f"data.files=[{in_quotes}]") == (name,)
     assert got(f"data.files=[{in_quotes},b]") == (name, "b")
     assert got(f"data_dir={in_quotes}") == name
 
