@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import yaml
 from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,6 +68,26 @@ def test_no_argument_is_the_laptop_and_stack_100m_is_the_real_run() -> None:
     assert round(real.train.steps * 2**19 / 1e9, 1) == 20.0
     assert typed(composed("experiment=stack_100m", "data=embedded", "train.steps=3")).train.steps == 3
     assert (real.model.layers, real.model.d, real.tokenizer.vocab_size) == (30, 512, 32768)
+
+
+DOORS = {
+    "train-laptop": ("train",),
+    "train-stack_100m": ("train", "experiment=stack_100m"),
+    "plan-stack_100m": ("plan", "experiment=stack_100m"),
+    "sft": ("sft", "base=x"),
+    "chat": ("chat", "checkpoint=x"),
+    "audit": ("audit", "checkpoint=x"),
+    "report": ("report", "runs=x"),
+    "dashboard": ("dashboard",),
+}
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_default_changes_by_intent_alone(name: str) -> None:
+    """What ``--cfg job`` prints of each door. A new default is a line here as well, and a reason beside the setting."""
+    door, *overrides = DOORS[name]
+    kept = yaml.safe_load((Path(__file__).parent / f"settings/{name}.yaml").read_text())
+    assert composed(*overrides, entry=door) == kept
 
 
 @pytest.mark.parametrize("choice", groups())
