@@ -89,7 +89,7 @@ def strings(hint: object, prefix: str = "") -> dict[str, Kind | None]:
     """Every setting below a type that holds a string or strings, with the way it is read."""
     bare = kinds.bare(hint)
     if dataclasses.is_dataclass(bare):
-        hints = kinds._hints(bare)
+        hints = kinds.hints(bare)
         return {k: v for name, inner in hints.items() for k, v in strings(inner, f"{prefix}.{name}").items()}
     if typing.get_origin(bare) is dict:
         return strings(typing.get_args(bare)[1], f"{prefix}.*")

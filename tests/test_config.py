@@ -77,7 +77,7 @@ DOORS = {
     "sft": ("sft", "base=x"),
     "chat": ("chat", "checkpoint=x"),
     "audit": ("audit", "checkpoint=x"),
-    "report": ("report", "runs=x"),
+    "report": ("report", "runs=[x]"),
     "dashboard": ("dashboard",),
 }
 

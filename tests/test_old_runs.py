@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -12,13 +13,15 @@ import tiny
 import yaml
 
 from stack import checkpoint, job
-from stack.config.checks import keys_at
+from stack.config import continuing
+from stack.config.checks import keys_at, typed
+from stack.config.continuing import befores, flatten
+from stack.config.kinds import may_change
 from stack.config.schema import plain
 from stack.core.errors import UserError
 from stack.observe.page import page
 from stack.training import run_folder
 from stack.training.restore import state_of
-from stack.training.run_folder import BEFORE, FREE, flatten
 from stack.training.state import State
 
 RUNS = [(old_runs.OLDER, "tiny"), (old_runs.OLD, "tiny"), (old_runs.OLD, "talk")]
@@ -26,8 +29,8 @@ RUNS = [(old_runs.OLDER, "tiny"), (old_runs.OLD, "tiny"), (old_runs.OLD, "talk")
 OF_A_SOURCE = {"files", "hub", "text", "weight", "max_mb", "check", "headings"}
 OF_A_HUB_SET = {"path", "name", "split", "revision", "streaming"}
 WHAT_TO_DO = (
-    "a run of an older version could not go on: add these to run_folder.BEFORE, each with the value by which a version "
-    "without it behaved; or to FREE, if it may change between two starts of a run"
+    "a run of an older version could not go on: mark these in the schema with Before(VALUE), the value by which a "
+    "version without it behaved; or with MayChange, if it may change between two starts of a run"
 )
 
 
@@ -48,13 +51,9 @@ def test_an_old_run_goes_on_as_its_own_version_did(
 
 
 def lacking(values: dict, config: object) -> list[str]:
-    """The settings of today that neither ``config.yaml`` nor ``BEFORE`` has a value for, but for free ones."""
+    """The settings of today that neither ``config.yaml`` nor ``Before`` has a value for, but for free ones."""
     known = flatten(values).keys()
-    return [
-        key
-        for key in flatten(plain(config))
-        if key not in known and not any(key == free or key.startswith(f"{free}.") for free in FREE)
-    ]
+    return [key for key in flatten(plain(config)) if key not in known and not may_change(type(config), key)]
 
 
 @pytest.mark.parametrize(("commit", "run"), RUNS)
@@ -74,14 +73,19 @@ def test_what_an_old_source_lacks_has_a_value_too(group: str) -> None:
     path = [group, "sources", "*"]
     found = {f"{group}.sources.*.{key}" for key in keys_at(path, schema) if key not in OF_A_SOURCE}
     found |= {f"{group}.sources.*.hub.{key}" for key in keys_at([*path, "hub"], schema) if key not in OF_A_HUB_SET}
-    assert found and not found - BEFORE.keys(), f"{sorted(found - BEFORE.keys())}: {WHAT_TO_DO}"
+    known = befores(schema).keys()
+    assert found and not found - known, f"{sorted(found - known)}: {WHAT_TO_DO}"
 
 
-def test_every_value_of_before_is_of_a_setting_that_exists() -> None:
-    schemas = [type(old_runs.configure(run)) for run in ("tiny", "talk")]
-    for key in BEFORE:
-        *path, last = key.split(".")
-        assert any(last in keys_at(path, schema) for schema in schemas), f"{key} is no setting any more: remove it"
+def test_every_value_of_before_is_one_that_its_setting_takes() -> None:
+    for run in ("tiny", "talk"):
+        config = old_runs.configure(run)
+        for key, value in befores(type(config)).items():
+            if "*" not in key:
+                values = plain(config)
+                *path, last = key.split(".")
+                functools.reduce(dict.__getitem__, path, values)[last] = value
+                assert flatten(plain(typed(values, type(config))))[key] == value
 
 
 def test_a_missing_setting_is_compared_by_how_its_lack_behaved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +97,7 @@ def test_a_missing_setting_is_compared_by_how_its_lack_behaved(tmp_path: Path, m
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(UserError, match=r"train.z_loss: the run has no such setting, now asked for 0.0"):
         run_folder.start_of(folder, old_runs.configure("tiny", "data.files=[corpus.jsonl]"), print)
-    monkeypatch.setitem(BEFORE, "train.z_loss", z_loss)
+    monkeypatch.setattr(continuing, "befores", lambda schema: befores(schema) | {"train.z_loss": z_loss})
     saved = run_folder.read_config(folder)
     assert saved is not None and saved["train"]["z_loss"] == z_loss
     assert saved["data"]["sources"] == {"a": {"files": ["a.txt"], "validation": None}} and "chat" not in saved

@@ -141,7 +141,7 @@ def _positional(words: list[str], settings: list[str], door: Door) -> dict[str, 
     if not words:
         return {}
     key = door.positional
-    if key is None or any(_known(word.partition("=")[0].strip(), door) for word in words):
+    if key is None or any(_known(word.partition("=")[0].strip(), door) and not exists(word) for word in words):
         raise UserError("\n".join(_no_setting(word, door) for word in words))
     given = next((word for word in settings if word.startswith(f"{key}=")), None)
     if given is not None:

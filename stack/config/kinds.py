@@ -1,4 +1,4 @@
-"""Settings that are taken as they are typed: what the schema says of them, and where it says it."""
+"""What the schema says of a setting beside its type: how it is read as typed, and what holds between two starts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import functools
 import os
 import types
 import typing
+from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
@@ -42,31 +43,68 @@ PathText = Annotated[str, Kind.PATH, AfterValidator(expanded)]  # a file or a fo
 Paths = Annotated[tuple[PathText, ...], Kind.PATHS, BeforeValidator(_listed)]  # one is a list of one
 Text = Annotated[str, Kind.TEXT]
 
+T = TypeVar("T")
+
+
+class Mark(Enum):
+    """What else there is to say of a setting."""
+
+    MAY_CHANGE = "it may differ between two starts of a run"
+
+
+# Who computes and how it is shown, when something is looked at, and a later end. Anything else would make a run that no
+# single configuration describes. Of a group it holds for all in it.
+MayChange = Annotated[T, Mark.MAY_CHANGE]
+
+
+@dataclass(frozen=True)
+class Before:
+    """The value by which a version behaved that had no such setting."""
+
+    value: Any
+
 
 def hint_of(schema: type, key: str) -> Any:
     """The type of a setting by its dotted key, with its annotations; None where there is none."""
-    hint: Any = schema
+    return next(reversed(hints_to(schema, key)))
+
+
+def hints_to(schema: type, key: str) -> list[Any]:
+    """The types of the groups that lead to a setting, and its own; the last is None where there is no such setting."""
+    found: list[Any] = [schema]
     for part in key.split("."):
-        of_node = bare(hint)
+        of_node = bare(found[-1])
         if dataclasses.is_dataclass(of_node):
-            hint = _hints(of_node).get(part)
+            found.append(hints(of_node).get(part))
         elif typing.get_origin(of_node) is dict:
-            hint = typing.get_args(of_node)[1]
+            found.append(typing.get_args(of_node)[1])
         else:
-            return None
-    return hint
+            return [*found, None]
+    return found
+
+
+def marks_of(hint: Any) -> tuple[Any, ...]:
+    """What is said of a type beside it."""
+    return hint.__metadata__ if typing.get_origin(hint) is Annotated else ()
+
+
+def may_change(schema: type, key: str) -> bool:
+    """Whether a setting may differ between two starts of a run."""
+    return any(Mark.MAY_CHANGE in marks_of(hint) for hint in hints_to(schema, key))
 
 
 def kind_of(hint: Any) -> Kind | None:
     """How a value of this type is read; None: by Hydra's grammar."""
-    if typing.get_origin(hint) is Annotated:
-        return next((mark for mark in hint.__metadata__ if isinstance(mark, Kind)), None)
-    found = [kind_of(part) for part in typing.get_args(hint)] if _is_union(hint) else []
+    parts = (
+        [hint.__origin__] if typing.get_origin(hint) is Annotated else typing.get_args(hint) if _is_union(hint) else []
+    )
+    found = [*(mark for mark in marks_of(hint) if isinstance(mark, Kind)), *map(kind_of, parts)]
     return next((kind for kind in found if kind is not None), None)
 
 
 @functools.cache
-def _hints(schema: type) -> dict[str, Any]:
+def hints(schema: type) -> dict[str, Any]:
+    """The types of a dataclass's fields, with their annotations."""
     return typing.get_type_hints(schema, include_extras=True)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from stack.config.kinds import Paths, PathText, Text
+from stack.config.kinds import Before, MayChange, Paths, PathText, Text
 
 # A name may look like a number: name=2024.
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
@@ -20,6 +20,9 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+# How conversations are written (auto: what the fields of a row say), and what becomes of reasoning that stands apart.
+Format = Annotated[Literal["auto", "messages", "sharegpt", "alpaca", "prompt"], Before("auto")]
+Reasoning = Annotated[Literal["drop", "keep"], Before("drop")]
 Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean
 
 
@@ -79,7 +82,8 @@ class Source:
     text: str = "text"  # the field that holds the text
     weight: NotNegative = 1.0  # a document is packed floor(weight) times, plus once more by a seeded coin
     max_mb: Positive | None = None  # stop reading after this much text (MB of UTF-8)
-    validation: Annotated[float, Field(ge=0, lt=1)] | None = None  # held out, in the place of the group's share
+    # Held out, in the place of the group's share.
+    validation: Annotated[Annotated[float, Field(ge=0, lt=1)] | None, Before(None)] = None
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -103,11 +107,10 @@ class Data:
     hub: HubFlags
     text: str
     on_bad_row: Literal["skip", "error"]
-    validation: Annotated[
-        float, Field(ge=0, lt=1)
-    ]  # share of the documents that is held out, by a stable hash of the text; 0: train without validation
+    # Share of the documents that is held out, by a stable hash of the text; 0: train without validation.
+    validation: Annotated[float, Field(ge=0, lt=1)]
     seed: int
-    workers: Natural  # processes that encode; 0: one per processor
+    workers: MayChange[Natural]  # processes that encode; 0: one per processor
     shard_mb: Positive  # size at which a shard is closed
     packed: PathText | None  # train on this packed folder and pack none
 
@@ -134,8 +137,8 @@ class TalkSource(Source):
     """One source of conversations, and what a good answer to one of them is."""
 
     text: str = "messages"  # the field that holds the list of messages
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt"] = "auto"
-    reasoning: Literal["drop", "keep"] = "drop"
+    format: Format = "auto"
+    reasoning: Reasoning = "drop"
     check: Literal["none", "exact"] = "none"  # exact: the reference answer, character by character
     headings: tuple[str, ...] = ()  # lines that stand in every good answer
 
@@ -146,8 +149,8 @@ class Conversations(Data):
 
     sources: dict[str, TalkSource]
     too_long: Literal["cut", "drop"]  # cut: end after the last whole assistant turn that fits, if there is one
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt"] = "auto"  # auto: what a row's fields say
-    reasoning: Literal["drop", "keep"] = "drop"  # of assistants, where it stands apart; keep: learnt before the content
+    format: Format = "auto"
+    reasoning: Reasoning = "drop"
 
     def resolved_sources(self) -> dict[str, TalkSource]:
         """The sources in force: ``chat.files`` and ``chat.hub.path`` replace the group's own."""
@@ -164,9 +167,9 @@ class Sft:
     optimizer: Literal["continue", "fresh"]  # keep the base's moments, or start without
     replay: Annotated[float, Field(ge=0, lt=1)]  # share of each step's windows that are pretraining text
     replay_data: PathText | None  # a packed folder for replay; the base's own otherwise
-    show: Natural  # print so many packed conversations with what is supervised coloured, and stop
-    answers: Natural  # held-out conversations of each source that are answered and checked at every validation
-    answer_tokens: Count  # the most tokens of such an answer
+    show: MayChange[Natural]  # print so many packed conversations with what is supervised coloured, and stop
+    answers: MayChange[Natural]  # held-out conversations of each source, answered and checked at every validation
+    answer_tokens: MayChange[Count]  # the most tokens of such an answer
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -202,18 +205,19 @@ class Schedule:
 class Train:
     """One optimizer step and how many of them."""
 
-    steps: Count | None
-    tokens: Positive | None
-    minutes: Positive | None
-    epochs: Positive | None
+    # Of LENGTHS one is given; a run may go on to a later end.
+    steps: MayChange[Count | None]
+    tokens: MayChange[Positive | None]
+    minutes: MayChange[Positive | None]
+    epochs: MayChange[Positive | None]
     window: Annotated[int, Field(ge=2)]  # tokens
     global_batch: Count  # windows in a step, over all ranks
-    micro_batch: Count  # the most windows in one forward pass of one rank
+    micro_batch: MayChange[Count]  # the most windows in one forward pass of one rank
     clip: NotNegative  # largest gradient norm; 0: no clipping
     z_loss: NotNegative
     loss: Literal["full", "checkpoint", "fused"]
     chunk_tokens: Count
-    max_bad_steps: Count
+    max_bad_steps: MayChange[Count]
 
     def largest_forward(self, ranks: int) -> int:
         """The windows of a rank's largest forward pass: its share of a batch may have fewer than ``micro_batch``."""
@@ -242,7 +246,7 @@ class Sample:
 class Diagnostics:
     """What is measured of a run beside its loss."""
 
-    rows_every: Natural  # steps between two looks at the rows of the table, and one at the end; 0: none
+    rows_every: Annotated[Natural, Before(0)]  # steps between two snapshots of the table, one more at the end; 0: none
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -266,34 +270,35 @@ class Track:
 
     every: Count  # steps between two lines of metrics.jsonl
     progress: bool
-    mode: Literal["auto", "online", "offline", "disabled"]  # of wandb; metrics.jsonl is always written
+    # Of wandb; metrics.jsonl is always written.
+    mode: Annotated[Literal["auto", "online", "offline", "disabled"], Before("disabled")]
     project: str
     entity: str | None  # user or team on the server; the key's own otherwise
-    stall_minutes: NotNegative  # without a step, before an alert; 0: never
-    report: bool  # write audit.json and report.html into runs/NAME at the end
+    stall_minutes: Annotated[NotNegative, Before(0.0)]  # without a step, before an alert; 0: never
+    report: Annotated[bool, Before(False)]  # write audit.json and report.html into runs/NAME at the end
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Run:
     """What pretraining and fine-tuning share."""
 
-    name: str
+    name: MayChange[str]  # a folder may be renamed
     seed: int
-    device: Literal["auto", "cpu", "cuda", "mps"]
+    device: MayChange[Literal["auto", "cpu", "cuda", "mps"]]
     precision: Literal["auto", "float32", "bf16"]
-    compile: Literal["auto", "on", "off"]
-    resume: PathText | None  # a checkpoint of this run to go back to; the newest good one otherwise
-    data_dir: PathText
-    runs_dir: PathText
+    compile: MayChange[Literal["auto", "on", "off"]]
+    resume: MayChange[PathText | None]  # a checkpoint of this run to go back to; the newest good one otherwise
+    data_dir: MayChange[PathText]
+    runs_dir: MayChange[PathText]
     train: Train
     optim: Optim
     schedule: Schedule
-    evaluate: Evaluate
-    sample: Sample
-    diagnostics: Diagnostics
-    checkpoint: Checkpoint
-    parallel: Parallel
-    track: Track
+    evaluate: MayChange[Evaluate]
+    sample: MayChange[Sample]
+    diagnostics: MayChange[Diagnostics]
+    checkpoint: MayChange[Checkpoint]
+    parallel: MayChange[Parallel]
+    track: MayChange[Track]
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -8,7 +8,6 @@ Everything here is done by rank 0.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,52 +17,12 @@ from typing import Any
 import yaml
 
 from stack import checkpoint
-from stack.config.checks import keys_at
-from stack.config.kinds import Kind, hint_of, kind_of
+from stack.config.continuing import changes, check_unchanged, complete
 from stack.config.schema import LENGTHS, Config, FineTune, Run, plain
 from stack.core import files, locks
 from stack.core.errors import UserError
 from stack.core.ranks import Ranks
 
-# What may change when a run goes on: who computes and how it is shown, when something is looked at, and a later end.
-# Anything else would make a run that no single configuration describes.
-FREE = (
-    "name",  # a folder may be renamed
-    "resume",
-    "runs_dir",
-    "data_dir",
-    "device",
-    "compile",
-    "parallel",
-    "track",
-    "sample",
-    "checkpoint",
-    "evaluate",
-    "diagnostics",
-    "train.micro_batch",
-    "train.max_bad_steps",
-    "data.workers",
-    "chat.workers",
-    "sft.show",
-    "sft.answers",
-    "sft.answer_tokens",
-    *(f"train.{key}" for key in LENGTHS),
-)
-
-# Settings that came after the first runs, each with the value by which a version without it behaved; ``*`` stands for a
-# source's name. A setting that is not FREE must be here, or no run of an older version would go on.
-BEFORE: dict[str, Any] = {
-    "data.sources.*.validation": None,
-    "chat.sources.*.validation": None,
-    "chat.format": "auto",  # the fields of messages, which it read, say messages
-    "chat.reasoning": "drop",
-    "chat.sources.*.format": "auto",
-    "chat.sources.*.reasoning": "drop",
-    "diagnostics.rows_every": 0,
-    "track.mode": "disabled",
-    "track.stall_minutes": 0.0,
-    "track.report": False,
-}
 MADE_OF = ("data", "tokenizer")  # settings that decide what pretraining learns from
 
 
@@ -142,7 +101,7 @@ def start_of(folder: Path, config: Run, show: Callable[[str], None], branch: str
     """
     saved = read_config(folder)
     if saved is not None:
-        _check_unchanged(folder, saved, config, show)
+        check_unchanged(folder, saved, config, show)
     path = _newest(folder, show) if config.resume is None else _asked_for(folder, config.resume)
     branched = path is None and branch is not None
     if branched:
@@ -236,27 +195,13 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         values["resolved"]["steps"], values["resolved"]["length"]
     except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged ({error!r}); restore it, or start anew with name=…") from error
-    groups = keys_at([], schema_of(values))
-    for key, value in BEFORE.items():
-        if key.partition(".")[0] in groups:
-            _complete(values, key.split("."), value)
+    complete(values, schema_of(values))
     return values
 
 
 def schema_of(values: dict[str, Any]) -> type[Config] | type[FineTune]:
     """What the settings of a ``config.yaml`` are an instance of."""
     return FineTune if "base" in values else Config
-
-
-def _complete(values: dict[str, Any], path: list[str], value: Any) -> None:
-    """Sets what lies at ``path`` where nothing does; ``*`` is every entry that is there."""
-    if not isinstance(values, dict):
-        return
-    first, *rest = path
-    if not rest:
-        values.setdefault(first, value)
-    for key in list(values) if first == "*" else [first] if rest else []:
-        _complete(values.setdefault(key, {}), rest, value)
 
 
 def _length(config: Run) -> dict[str, Any]:
@@ -267,91 +212,7 @@ def _given(length: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in length.items() if value is not None}
 
 
-def _check_unchanged(folder: Path, saved: dict[str, Any], config: Run, show: Callable[[str], None]) -> None:
-    """Raises :class:`UserError` with every setting that must not change between two starts of a run and did.
-
-    ``show`` hears of settings that there are no more.
-    """
-    before = _settings(saved)
-    gone = {key: value for key, value in before.items() if not _known(key, type(config))}
-    if gone:
-        named = ", ".join(f"{key}={value!r}" for key, value in gone.items())
-        show(f"{folder}/config.yaml has settings that this version does not know, and goes on without: {named}")
-    changed = [
-        f"  {key}: the run has {old}, now asked for {new!r}"
-        for key, old, new in changes(folder, saved, config)
-        if key not in gone and not any(key == f or key.startswith(f + ".") for f in FREE)
-    ]
-    if changed:
-        raise UserError(
-            f"the run in {folder} was started with other settings:\n" + "\n".join(changed) + "\n"
-            "give the same ones to go on; or start a new run from a checkpoint of this one with "
-            f"name=NEW branch={folder}/checkpoints/step-…; or start from nothing with name=NEW"
-        )
-
-
-def changes(folder: Path, saved: dict[str, Any], config: Run) -> list[tuple[str, str, Any]]:
-    """The settings that differ between ``config.yaml`` of ``folder`` and ``config``: key, the saved value, the new one.
-
-    Paths differ where they lead to different places.
-    """
-    before, now = _settings(saved), flatten(plain(config))
-    started_in = _started_in(folder, saved)
-    return [
-        (key, repr(before[key]) if key in before else "no such setting", now.get(key))
-        for key in sorted(before.keys() | now.keys())
-        if not (key in before and key in now and before[key] == now[key])
-        and not (_is_path(key, type(config)) and _same_path(before.get(key), now.get(key), started_in))
-    ]
-
-
 def same_sources(folder: Path, config: Config) -> bool:
     """Whether the run in ``folder`` was asked to learn from what ``config`` asks for."""
     saved = read_config(folder)
     return saved is not None and not any(key.split(".")[0] in MADE_OF for key, *_ in changes(folder, saved, config))
-
-
-def _is_path(key: str, schema: type) -> bool:
-    """Whether a setting is a path: two that lead to one place are one value."""
-    return kind_of(hint_of(schema, key)) in (Kind.PATH, Kind.PATHS)
-
-
-def _settings(saved: dict[str, Any]) -> dict[str, Any]:
-    return flatten({key: value for key, value in saved.items() if key != "resolved"})
-
-
-def _known(key: str, schema: type) -> bool:
-    """Whether there is such a setting. What a source is called is free, with dots too."""
-    *path, last = key.split(".")
-    group, _, of_source = key.partition(".sources.")
-    if of_source:
-        return last in (*keys_at([group, "sources", "*"], schema), *keys_at([group, "sources", "*", "hub"], schema))
-    return last in keys_at(path, schema)
-
-
-def _started_in(folder: Path, saved: dict[str, Any]) -> Path:
-    """The folder in which the run was started, as far as its place tells: ``runs_dir`` was relative to it."""
-    place, runs_dir = Path(os.path.abspath(folder)), Path(saved["runs_dir"])
-    above = place.parents[: len(runs_dir.parts) + 1]
-    return Path() if runs_dir.is_absolute() or ".." in runs_dir.parts or not above else above[-1]
-
-
-def _same_path(old: Any, new: Any, started_in: Path) -> bool:
-    """Whether two paths, or two lists of them, lead to one place. A relative ``old`` is seen from either folder."""
-    if isinstance(old, list) and isinstance(new, list):
-        return len(old) == len(new) and all(_same_path(a, b, started_in) for a, b in zip(old, new, strict=True))
-    if not isinstance(old, str) or not isinstance(new, str):
-        return old == new
-    place = os.path.realpath(os.path.expanduser(new))
-    return place in {os.path.realpath(seen_from / os.path.expanduser(old)) for seen_from in (Path(), started_in)}
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` → ``{"a.b": 1}``; an empty dictionary stays a value."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            found |= flatten(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from stack.config.continuing import flatten
 from stack.observe.page.parts import Sample, Section, Table, number, union
 from stack.observe.page.record import Record
-from stack.training.run_folder import flatten
 
 SAMPLE_CHARACTERS = 4000
 EARLIER_SAMPLES = 12
