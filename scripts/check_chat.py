@@ -32,7 +32,8 @@ from stack.core.machine import choose_device
 from stack.evaluation import answers
 from stack.evaluation.answers import Answer, Question
 from stack.evaluation.generate import generate
-from stack.model.huggingface import TABLE, WEIGHTS
+from stack.model.embedding import INPUT
+from stack.model.huggingface import WEIGHTS
 from stack.text import conversation
 from stack.training import run_folder
 
@@ -90,7 +91,7 @@ def grown(run: Path, identity: dict[str, Any]) -> dict[str, Any]:
     step_0, base = run / "checkpoints/step-00000000", Path(identity["base"])
     if not step_0.is_dir() or not (base / checkpoint.MANIFEST).is_file():
         return facts
-    (old, new), table = (checkpoint.load(folder) for folder in (base, step_0)), TABLE
+    (old, new), table = (checkpoint.load(folder) for folder in (base, step_0)), INPUT
     kept = [i for part in identity["growth"]["kept"] for i in range(part["old"][0], part["old"][1] + 1)]
     pairs = [(old.weights, new.weights), *([(old.moments, new.moments)] if new.moments else [])]
 

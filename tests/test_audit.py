@@ -28,7 +28,8 @@ from stack.checkpoint.open import load_tables
 from stack.core.errors import UserError
 from stack.core.files import write_json
 from stack.data.packed import open_packed
-from stack.model.huggingface import HEAD, TABLE, WEIGHTS
+from stack.model.embedding import INPUT, OUTPUT
+from stack.model.huggingface import WEIGHTS
 from stack.observe import rows_audit as audit
 from stack.text import tokenizer
 from stack.text.bpe import fit, hugging_face_settings
@@ -189,7 +190,7 @@ def child(world: World, name: str, tokens: int, **identity: Any) -> Path:
     parent = load_tables(str(world.run), "runs").folder
     loaded, packed = checkpoint.load(parent), open_packed(world.packed)
     shape = tiny.configure(*tiny.settings(world.root, "model.layers=1")).model
-    weights = {TABLE: loaded.weights[TABLE]}
+    weights = {INPUT: loaded.weights[INPUT]}
     return checkpoint.save(
         world.root / f"runs/{name}/checkpoints", 1, model_config=shape, tokenizer=tokenizer.load(parent),
         weights=weights, moments={}, state={"tokens": tokens}, metric=None,
@@ -259,10 +260,10 @@ def test_shards_half_precision_and_scaled_angles_change_no_order(world: World, u
     ("harm", "says"),
     [
         (lambda weights, settings: settings.update(tie_word_embeddings=True), "tie_word_embeddings=true, but"),
-        (lambda weights, settings: weights.pop(HEAD), "holds no lm_head.weight"),
-        (lambda weights, settings: weights.update({HEAD: weights[HEAD][:, :32].clone()}), r"\[1024, 32\]"),
-        (lambda weights, settings: weights.update({HEAD: weights[HEAD].to(torch.int8)}), "quantized"),
-        (lambda weights, settings: weights[HEAD][7].fill_(torch.nan), "1 rows of the head .* row 7"),
+        (lambda weights, settings: weights.pop(OUTPUT), "holds no lm_head.weight"),
+        (lambda weights, settings: weights.update({OUTPUT: weights[OUTPUT][:, :32].clone()}), r"\[1024, 32\]"),
+        (lambda weights, settings: weights.update({OUTPUT: weights[OUTPUT].to(torch.int8)}), "quantized"),
+        (lambda weights, settings: weights[OUTPUT][7].fill_(torch.nan), "1 rows of the head .* row 7"),
         (lambda weights, settings: settings.update(vocab_size=1000), "vocab_size=1000"),
         (lambda weights, settings: settings.update(model_type="gpt2"), "model_type='gpt2'"),
     ],

@@ -21,7 +21,8 @@ from stack.checkpoint.open import build, load_base
 from stack.config import schema as config
 from stack.core.errors import UserError
 from stack.model.decoder import Decoder
-from stack.model.huggingface import HEAD, TABLE, WEIGHTS, model_of
+from stack.model.embedding import INPUT, OUTPUT
+from stack.model.huggingface import WEIGHTS, model_of
 from stack.text.tokenizer import Tokenizer
 
 SHAPE = config.Model(
@@ -85,10 +86,10 @@ def test_the_logits_of_hugging_face(tmp_path: Path, words: Tokenizer, qk_norm: b
     assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == (how == "sharded")
     if how == "head stored":
         weights = load_file(tmp_path / WEIGHTS)
-        save_file(weights | {HEAD: weights[TABLE].clone()}, tmp_path / WEIGHTS, {"format": "pt"})
+        save_file(weights | {OUTPUT: weights[INPUT].clone()}, tmp_path / WEIGHTS, {"format": "pt"})
     base = load_base(str(tmp_path), "runs")
     assert base.manifest is None and base.moments == {} and base.num_rows == NUM_ROWS > base.tokenizer.vocab_size
-    assert {weight.dtype for weight in base.weights.values()} == {torch.float32} and HEAD not in base.weights
+    assert {weight.dtype for weight in base.weights.values()} == {torch.float32} and OUTPUT not in base.weights
     assert base.model == dataclasses.replace(SHAPE, qk_norm=qk_norm)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     ids = torch.randint(0, NUM_ROWS, (2, 50), generator=torch.Generator().manual_seed(1))
@@ -190,13 +191,13 @@ NORM = "model.norm.weight"
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (lambda w: w.update({HEAD: w[TABLE] * 2}), "tie_word_embeddings=true, but"),
+        (lambda w: w.update({OUTPUT: w[INPUT] * 2}), "tie_word_embeddings=true, but"),
         (lambda w: w.update({NORM: w[NORM].to(torch.int8)}), "torch.int8, so the weights are quantized"),
         (lambda w: w.update({NORM: w[NORM].to(torch.float8_e4m3fn)}), "float8_e4m3fn, so the weights are quantized"),
         (lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": w[NORM].clone()}), "unexpected in it"),
-        (lambda w: w.pop(TABLE), "has no model.embed_tokens.weight"),
+        (lambda w: w.pop(INPUT), "has no model.embed_tokens.weight"),
         (lambda w: w.pop(NORM), f"1 missing in the checkpoint: {NORM}"),
-        (lambda w: w.update({TABLE: w[TABLE][:299].clone()}), "has 299 rows"),
+        (lambda w: w.update({INPUT: w[INPUT][:299].clone()}), "has 299 rows"),
     ],
 )
 def test_weights_that_contradict_are_refused(tmp_path: Path, qwen3: Path, edit: Callable, says: str) -> None:
@@ -207,10 +208,10 @@ def test_weights_that_contradict_are_refused(tmp_path: Path, qwen3: Path, edit: 
 
 def test_fewer_rows_than_tokens(tmp_path: Path, qwen3: Path, words: Tokenizer) -> None:
     folder = copy(qwen3, tmp_path / "copy", put(vocab_size=299))
-    reweigh(folder, lambda w: w.update({TABLE: w[TABLE][:299].clone()}))
+    reweigh(folder, lambda w: w.update({INPUT: w[INPUT][:299].clone()}))
     assert "299 rows" in refusal(folder) and "300 tokens" in refusal(folder)
     folder = copy(qwen3, tmp_path / "equal", put(vocab_size=300))
-    reweigh(folder, lambda w: w.update({TABLE: w[TABLE][:300].clone()}))
+    reweigh(folder, lambda w: w.update({INPUT: w[INPUT][:300].clone()}))
     assert load_base(str(folder), "runs").num_rows == words.vocab_size == 300
 
 
@@ -242,7 +243,7 @@ def test_shards_that_are_not_whole(tmp_path: Path, words: Tokenizer, harm: str) 
     elif harm == "twice":
         save_file(load_file(shards[1]) | load_file(shards[0]), shards[1])
     else:
-        content = {"weight_map": {TABLE: "../model.safetensors"} if harm == "outside" else {}}
+        content = {"weight_map": {INPUT: "../model.safetensors"} if harm == "outside" else {}}
         index.write_text(json.dumps(content))
     assert named in refusal(tmp_path)
 
@@ -266,7 +267,7 @@ def saved(runs: Path, name: str, words: Tokenizer, step: int, shape: config.Mode
     weights = Decoder(shape, words.vocab_size, seed=step).state_dict()
     return checkpoint.save(
         runs / name / "checkpoints", step, model_config=shape, tokenizer=words, weights=weights,
-        moments={f"exp_avg/{TABLE}": weights[TABLE] / 3}, state={"step": step}, identity={"run": name}, metric=None,
+        moments={f"exp_avg/{INPUT}": weights[INPUT] / 3}, state={"step": step}, identity={"run": name}, metric=None,
     )  # fmt: skip
 
 

@@ -34,7 +34,8 @@ from stack.config import schema as config
 from stack.core.errors import UserError
 from stack.data.sampling import train_tokenizer
 from stack.model.decoder import Decoder
-from stack.model.huggingface import HEAD, TABLE, WEIGHTS
+from stack.model.embedding import INPUT, OUTPUT
+from stack.model.huggingface import WEIGHTS
 from stack.model.names import clean_name
 from stack.text.tokenizer import Tokenizer
 from stack.vocabulary.change import grow_tokenizer, migrate
@@ -165,7 +166,7 @@ def test_hugging_face_opens_the_folder(tmp_path: Path, tokenizer: Tokenizer, qk_
     assert theirs.config.rope_parameters["rope_theta"] == MODEL.rope_theta
     assert json.loads((folder / "config.json").read_text())["rope_theta"] == MODEL.rope_theta
     ours = Decoder(shape, NUM_ROWS, seed=7).eval()
-    stored = {name: weight for name, weight in theirs.state_dict().items() if name != HEAD}
+    stored = {name: weight for name, weight in theirs.state_dict().items() if name != OUTPUT}
     assert checkpoint.digest_tensors(stored) == checkpoint.digest_tensors(ours.state_dict())
     ids = torch.randint(0, NUM_ROWS, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -237,13 +238,13 @@ def test_files_names_and_manifest(good: Path, tokenizer: Tokenizer) -> None:
     with safe_open(folder / WEIGHTS, "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.float32}  # noqa: SIM118
-        assert TABLE in file.keys() and HEAD not in file.keys()  # noqa: SIM118
+        assert INPUT in file.keys() and OUTPUT not in file.keys()  # noqa: SIM118
     manifest = json.loads((folder / MANIFEST).read_text())
     assert manifest["files"].keys() == set(FILES) - {MANIFEST}
     for name, entry in manifest["files"].items():
         data = (folder / name).read_bytes()
         assert entry == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    assert manifest["aliases"] == {HEAD: TABLE}
+    assert manifest["aliases"] == {OUTPUT: INPUT}
     assert (manifest["step"], manifest["num_rows"], manifest["native_only"]) == (200, NUM_ROWS, False)
     assert manifest["vocabulary_digest"] == tokenizer.digest
 
@@ -289,7 +290,7 @@ def test_wrapped_names_and_a_tied_head_are_saved_as_the_plain_model(tmp_path: Pa
     plain = Decoder(MODEL, NUM_ROWS, seed=5).state_dict()
     wrapped = {f"module._orig_mod.{name.replace('.mlp.', '._orig_mod.mlp.')}": w for name, w in plain.items()}
     moments = {f"exp_avg/{name}": weight for name, weight in wrapped.items()}
-    wrapped[f"module.{HEAD}"] = plain[TABLE]
+    wrapped[f"module.{OUTPUT}"] = plain[INPUT]
     loaded = checkpoint.load(write(tmp_path, 5, tokenizer, weights=wrapped, moments=moments))
     assert checkpoint.digest_tensors(loaded.weights) == checkpoint.digest_tensors(plain)
     assert set(loaded.moments) == {f"exp_avg/{name}" for name in plain}
@@ -639,7 +640,7 @@ def test_contradicting_head(tmp_path: Path, good: Path, tied: bool, head: str | 
     weights = load_file(folder / WEIGHTS)
     expected = checkpoint.digest_tensors(weights)
     if head:
-        weights[HEAD] = weights[TABLE] + (1e-3 if head == "other" else 0)
+        weights[OUTPUT] = weights[INPUT] + (1e-3 if head == "other" else 0)
     save_file(weights, folder / WEIGHTS)
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": tied}))
@@ -648,7 +649,7 @@ def test_contradicting_head(tmp_path: Path, good: Path, tied: bool, head: str | 
         assert checkpoint.digest_tensors(checkpoint.load(folder).weights) == expected
     else:
         message = error_of(lambda: checkpoint.load(folder))
-        assert says in message and str(folder) in message and HEAD in message
+        assert says in message and str(folder) in message and OUTPUT in message
 
 
 # Into a model
@@ -675,7 +676,7 @@ def test_weights_go_into_a_model_of_transformers(good: Path) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(good / "step-00000100"))
     weights = checkpoint.load(good / "step-00000100").weights
     checkpoint.load_weights_into(model, weights)
-    assert torch.equal(model.lm_head.weight, weights[TABLE])
+    assert torch.equal(model.lm_head.weight, weights[INPUT])
 
 
 def test_what_does_not_fit_is_listed_and_nothing_copied() -> None:
@@ -687,7 +688,7 @@ def test_what_does_not_fit_is_listed_and_nothing_copied() -> None:
     message = error_of(lambda: checkpoint.load_weights_into(model, weights))
     assert "2 missing in the checkpoint: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
     assert "2 unexpected in it: _orig_mod.model.norm.weight, model.layers.2.mlp.up_proj.weight" in message
-    assert f"{TABLE} is [384, 32] in the checkpoint and [320, 32] in the model" in message
+    assert f"{INPUT} is [384, 32] in the checkpoint and [320, 32] in the model" in message
     assert checkpoint.digest_tensors(model.state_dict()) == before
 
 

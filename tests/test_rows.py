@@ -21,7 +21,7 @@ from test_trainer import grouped, rows, snapshot
 from stack import checkpoint
 from stack.core.ranks import Ranks, ranks
 from stack.data.batches import IGNORED, Batch
-from stack.model.huggingface import TABLE
+from stack.model.embedding import INPUT
 from stack.observe.table import BINS, histogram
 from stack.text import tokenizer
 from stack.vocabulary.classes import CLASSES, classify
@@ -66,7 +66,7 @@ def formula(trainer: tiny.Bench, batches: list[Batch]) -> tuple[torch.Tensor, to
     """The same of an untied copy of the model, written out in float64: embedding and head apart."""
     m, z = trainer.model.config, trainer.config.train.z_loss
     w = {name: p.detach().double() for name, p in trainer.model.named_parameters()}
-    embedding, head = (w[TABLE].clone().requires_grad_() for _ in range(2))
+    embedding, head = (w[INPUT].clone().requires_grad_() for _ in range(2))
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return x / (x.square().mean(-1, keepdim=True) + m.norm_eps).sqrt() * w[f"{name}.weight"]
@@ -191,7 +191,7 @@ def test_the_figures_are_those_of_their_definitions(root: Path) -> None:
         "norm": np.linalg.norm(after, axis=1),
         "distance": np.linalg.norm(after - mean, axis=1),
         **{path: g.norm(dim=1).numpy() for path, g in gradients.items()},
-        "second_moment": moments[f"exp_avg_sq/{TABLE}"].double().mean(1).numpy(),
+        "second_moment": moments[f"exp_avg_sq/{INPUT}"].double().mean(1).numpy(),
         "update_ratio": np.linalg.norm(after - before, axis=1) / np.linalg.norm(before, axis=1),
     }
     statistics = {"mean": np.mean, "p50": np.median, "max": np.max, "min": np.min}
@@ -265,7 +265,7 @@ def test_a_row_without_moments_was_never_updated(root: Path) -> None:
     trainer = watched(root)
     assert trainer.look(trainer.step(0, rows(3), 1.0), [])["rows/never_updated"] == 0
     moments = trainer.optimizers.moments()
-    slots = [moments[f"{kind}/{TABLE}"] for kind in ("exp_avg", "exp_avg_sq")]
+    slots = [moments[f"{kind}/{INPUT}"] for kind in ("exp_avg", "exp_avg_sq")]
     slots[0][[4, 5, 6]] = 0
     slots[1][[5, 6, 7]] = 0
     trainer.rows.before_step(1)

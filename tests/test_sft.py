@@ -26,7 +26,7 @@ from stack.data.batches import IGNORED
 from stack.data.packed import open_packed
 from stack.evaluation.generate import generate
 from stack.model.decoder import Decoder
-from stack.model.huggingface import TABLE
+from stack.model.embedding import INPUT
 from stack.text import tokenizer
 from stack.text.conversation import encode
 from stack.training import fine_tuning
@@ -76,14 +76,14 @@ def test_the_grown_base_is_step_0_and_keeps_every_old_row_and_moment(root: Path)
     loaded = checkpoint.load(root / "runs/alone/checkpoints/step-00000000")
     old, growth = base.num_rows, loaded.manifest.identity["growth"]
     assert loaded.manifest.num_rows > old and growth["old_vocabulary"] == base.tokenizer.digest
-    assert torch.equal(loaded.weights[TABLE][:old], base.weights[TABLE])
-    others = [name for name in base.weights if name != TABLE]
+    assert torch.equal(loaded.weights[INPUT][:old], base.weights[INPUT])
+    others = [name for name in base.weights if name != INPUT]
     assert others and all(torch.equal(loaded.weights[name], base.weights[name]) for name in others)
     for kind in ("exp_avg", "exp_avg_sq"):
-        key = f"{kind}/{TABLE}"
+        key = f"{kind}/{INPUT}"
         assert torch.equal(loaded.moments[key][:old], base.moments[key]) and base.moments[key].any()
         assert not loaded.moments[key][old:].any()
-    kept = [key for key in base.moments if not key.endswith(TABLE) or key.startswith("step/")]
+    kept = [key for key in base.moments if not key.endswith(INPUT) or key.startswith("step/")]
     assert all(torch.equal(loaded.moments[key], base.moments[key]) for key in kept)
     assert 0 < growth["kl"] <= growth["bound"] and growth["mass"] > 0
     last = checkpoint.read_manifest(root / "runs/alone/checkpoints/step-00000012").identity

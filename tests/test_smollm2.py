@@ -16,7 +16,7 @@ from stack import checkpoint
 from stack.checkpoint.open import Base, build, load_base
 from stack.evaluation.generate import generate
 from stack.model.decoder import Decoder
-from stack.model.huggingface import TABLE
+from stack.model.embedding import INPUT
 from stack.vocabulary.change import grow_tokenizer, measure, migrate
 
 pytestmark = pytest.mark.slow
@@ -117,7 +117,7 @@ def test_growth(base: Base, model: Decoder, tmp_path: Path) -> None:
     assert [text for _, text in growth.added[:4]] == list(CHAT[2:]) and not growth.renamed
     assert (growth.old_rows, growth.new_rows, len(growth.initialized), len(growth.live)) == (49152, 49216, 64, 49152)
     weights, moments = migrate(growth, base.weights, base.moments)
-    assert torch.equal(weights[TABLE][:49152], base.weights[TABLE]) and moments == {}
+    assert torch.equal(weights[INPUT][:49152], base.weights[INPUT]) and moments == {}
     grown = Decoder(base.model, growth.new_rows)
     checkpoint.load_weights_into(grown, weights)
     found = measure(growth, model, grown, [[words.end_of_text, *words.encode(PLAIN)], prompt(base, "How are you?")])

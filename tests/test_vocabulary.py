@@ -22,7 +22,7 @@ from stack.core.errors import UserError
 from stack.core.files import write_json
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder, Loss
-from stack.model.huggingface import TABLE
+from stack.model.embedding import INPUT
 from stack.text import tokenizer
 from stack.text.bpe import fit, hugging_face_settings
 from stack.text.tokenizer import END_OF_TEXT, END_OF_TURN, START_OF_TURN, Tokenizer
@@ -103,15 +103,15 @@ def test_the_padded_table_row(tmp_path: Path, bases: dict[str, Tokenizer], padde
     assert growth.initialized == (300, 301, 302, 303) and growth.live == tuple(range(300))
     assert (growth.old_rows, growth.new_rows, made.vocab_size) == (320, 320, 320)
     assert [texts_of(made)[i] for i in range(300, 304)] == list(new) and len(made.reserved) == 16
-    table, moments = table_of(320), {f"exp_avg/{TABLE}": table_of(320, 1), f"exp_avg_sq/{TABLE}": table_of(320, 2)}
-    weights, moved = migrate(growth, {TABLE: table}, moments)
+    table, moments = table_of(320), {f"exp_avg/{INPUT}": table_of(320, 1), f"exp_avg_sq/{INPUT}": table_of(320, 2)}
+    weights, moved = migrate(growth, {INPUT: table}, moments)
     mean = table[:300].double().sum(0) / 300
     for row in range(320):
         fresh = 300 <= row < 304
         if fresh:
-            torch.testing.assert_close(weights[TABLE][row].double(), mean, rtol=0, atol=1e-7)
+            torch.testing.assert_close(weights[INPUT][row].double(), mean, rtol=0, atol=1e-7)
         else:
-            assert torch.equal(bits(weights[TABLE][row]), bits(table[row]))
+            assert torch.equal(bits(weights[INPUT][row]), bits(table[row]))
         for name, old in moments.items():
             assert torch.equal(bits(moved[name][row]), bits(torch.zeros(16) if fresh else old[row]))
 
@@ -167,7 +167,7 @@ def test_a_base_that_has_the_tokens_is_left_alone(tmp_path: Path, bases: dict[st
     assert made.digest == first.digest == growth.new_vocabulary == growth.old_vocabulary
     assert growth.initialized == () and growth.bound == 0
     table = table_of(first.vocab_size)
-    assert torch.equal(bits(migrate(growth, {TABLE: table}, {})[0][TABLE]), bits(table))
+    assert torch.equal(bits(migrate(growth, {INPUT: table}, {})[0][INPUT]), bits(table))
     assert json.loads((made.folder / "tokenizer_config.json").read_text())["chat_template"] == TEMPLATE
 
 
@@ -180,16 +180,16 @@ def test_growing_twice(tmp_path: Path, bases: dict[str, Tokenizer]) -> None:
         [index for index, _, _ in second.renamed] == [326, 327] == [twice.control["<think>"], twice.control["</think>"]]
     )
     assert second.live == tuple(range(326)) and not second.added
-    table, moments = table_of(320), {f"exp_avg/{TABLE}": table_of(320, 1)}
-    middle, moved = migrate(first, {TABLE: table}, moments)
-    middle[TABLE][320:326] += 1  # as training would
+    table, moments = table_of(320), {f"exp_avg/{INPUT}": table_of(320, 1)}
+    middle, moved = migrate(first, {INPUT: table}, moments)
+    middle[INPUT][320:326] += 1  # as training would
     weights, again = migrate(second, middle, moved)
     kept = [row for row in range(384) if row not in (326, 327)]
-    assert torch.equal(bits(weights[TABLE][kept]), bits(middle[TABLE][kept]))
+    assert torch.equal(bits(weights[INPUT][kept]), bits(middle[INPUT][kept]))
     torch.testing.assert_close(
-        weights[TABLE][326:328].double(), middle[TABLE][:326].double().mean(0).expand(2, -1), rtol=0, atol=1e-7
+        weights[INPUT][326:328].double(), middle[INPUT][:326].double().mean(0).expand(2, -1), rtol=0, atol=1e-7
     )
-    assert torch.equal(bits(again[f"exp_avg/{TABLE}"][:320]), bits(moments[f"exp_avg/{TABLE}"]))
+    assert torch.equal(bits(again[f"exp_avg/{INPUT}"][:320]), bits(moments[f"exp_avg/{INPUT}"]))
     assert {text: twice.control[text] for text in CHAT} == {text: once.control[text] for text in CHAT}
 
 
@@ -283,25 +283,25 @@ def test_the_table_is_found_by_name_and_the_rest_is_passed_on(tmp_path, bases) -
     table = table_of(320)
     other = {"model.layers.0.mlp.down_proj.weight": table_of(320, 3), "model.norm.weight": torch.ones(320)}
     moments = {
-        f"exp_avg/{TABLE}": table_of(320, 4),
-        f"exp_avg_sq/{TABLE}": table_of(320, 5).square(),
-        f"step/{TABLE}": torch.tensor(41.0),
+        f"exp_avg/{INPUT}": table_of(320, 4),
+        f"exp_avg_sq/{INPUT}": table_of(320, 5).square(),
+        f"step/{INPUT}": torch.tensor(41.0),
         "momentum_buffer/model.layers.0.mlp.down_proj.weight": table_of(320, 6),
         "exp_avg/model.norm.weight": torch.ones(320),
     }
-    weights, moved = migrate(growth, other | {TABLE: table}, moments)
+    weights, moved = migrate(growth, other | {INPUT: table}, moments)
     assert {name: weights[name] is tensor for name, tensor in other.items()} == dict.fromkeys(other, True)
-    assert moved[f"step/{TABLE}"] is moments[f"step/{TABLE}"] and moved[f"step/{TABLE}"] == 41
+    assert moved[f"step/{INPUT}"] is moments[f"step/{INPUT}"] and moved[f"step/{INPUT}"] == 41
     for name in moments:
-        if TABLE not in name:
+        if INPUT not in name:
             assert moved[name] is moments[name]
         elif "step" not in name:
             assert moved[name].shape == (384, 16)
             assert torch.equal(bits(moved[name][:316]), bits(moments[name][:316])) and not moved[name][316:].any()
-    assert (weights.keys(), moved.keys()) == ((other | {TABLE: table}).keys(), moments.keys())
+    assert (weights.keys(), moved.keys()) == ((other | {INPUT: table}).keys(), moments.keys())
     assert table.shape == (320, 16)
     with pytest.raises(AssertionError):
-        migrate(growth, {TABLE: table_of(384)}, {})
+        migrate(growth, {INPUT: table_of(384)}, {})
 
 
 def test_the_mean_is_of_live_rows_and_computed_in_float64(tmp_path, bases) -> None:
@@ -309,8 +309,8 @@ def test_the_mean_is_of_live_rows_and_computed_in_float64(tmp_path, bases) -> No
     _, growth = grow(bases["20"], tmp_path)
     table = torch.ones(320, 1)
     table[0], table[1], table[300:] = 1e9, -1e9, 1e6
-    weights, _ = migrate(growth, {TABLE: table}, {})
-    assert torch.equal(weights[TABLE][300:306], torch.full((6, 1), 298 / 300))
+    weights, _ = migrate(growth, {INPUT: table}, {})
+    assert torch.equal(weights[INPUT][300:306], torch.full((6, 1), 298 / 300))
 
 
 def trained(steps: int, rows: int, kind: str) -> tuple[Decoder, Optimizers]:
@@ -349,19 +349,19 @@ def test_an_optimizer_built_before_growth(tmp_path, bases, kind: str) -> None:
     ids = torch.tensor([[0, made.control[START_OF_TURN], 5, 6, made.control[END_OF_TURN], 7]])
     gradient = learn(after, again, 3, ids).double()
 
-    before = weights[TABLE].double()
-    m = OPTIM.beta1 * moments[f"exp_avg/{TABLE}"].double() + (1 - OPTIM.beta1) * gradient
-    v = OPTIM.beta2 * moments[f"exp_avg_sq/{TABLE}"].double() + (1 - OPTIM.beta2) * gradient.square()
+    before = weights[INPUT].double()
+    m = OPTIM.beta1 * moments[f"exp_avg/{INPUT}"].double() + (1 - OPTIM.beta1) * gradient
+    v = OPTIM.beta2 * moments[f"exp_avg_sq/{INPUT}"].double() + (1 - OPTIM.beta2) * gradient.square()
     lr, t = 0.5 * OPTIM.lr, 4  # three steps before growth, and this one
     update = (m / (1 - OPTIM.beta1**t)) / ((v / (1 - OPTIM.beta2**t)).sqrt() + OPTIM.eps)
     expected = before * (1 - lr * OPTIM.table_decay) - lr * update
     torch.testing.assert_close(after.table.weight.double(), expected, rtol=1e-5, atol=1e-7)
     fresh = list(growth.initialized)
-    assert (after.table.weight[fresh] != weights[TABLE][fresh]).any(1).all()
+    assert (after.table.weight[fresh] != weights[INPUT][fresh]).any(1).all()
     state = again.moments()
-    torch.testing.assert_close(state[f"exp_avg/{TABLE}"].double(), m, rtol=1e-5, atol=1e-9)
-    torch.testing.assert_close(state[f"exp_avg_sq/{TABLE}"].double(), v, rtol=1e-5, atol=1e-12)
-    assert state[f"step/{TABLE}"] == t
+    torch.testing.assert_close(state[f"exp_avg/{INPUT}"].double(), m, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(state[f"exp_avg_sq/{INPUT}"].double(), v, rtol=1e-5, atol=1e-12)
+    assert state[f"step/{INPUT}"] == t
     assert after.table.weight.shape == (384, 16) and "lm_head.weight" not in after.state_dict()
 
 

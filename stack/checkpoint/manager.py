@@ -37,7 +37,8 @@ from stack.checkpoint.tensors import bytes_of
 from stack.config import schema as config
 from stack.core import files as disk
 from stack.core.errors import UserError
-from stack.model.huggingface import CONFIG, GENERATION, HEAD, TABLE, WEIGHTS, generation_settings, model_settings
+from stack.model.embedding import ALIASES, row_parameters_of
+from stack.model.huggingface import CONFIG, GENERATION, WEIGHTS, generation_settings, model_settings
 from stack.model.names import by_name
 from stack.text.tokenizer import Tokenizer
 
@@ -65,7 +66,8 @@ def save(
     partial = disk.partial(final)
     weights = _one_copy(_plain(weights, torch.float32))
     moments = _plain(moments, None)
-    assert weights[TABLE].shape[0] == tokenizer.vocab_size, "a row without a token, or a token without a row"
+    for rows in row_parameters_of(weights):
+        assert len(rows.tensor) == tokenizer.vocab_size, "a row without a token, or a token without a row"
     documents = {
         CONFIG: model_settings(model_config, tokenizer),
         GENERATION: generation_settings(tokenizer),
@@ -76,7 +78,7 @@ def save(
         "step": step,
         "metric": metric if metric is not None and math.isfinite(metric) else None,
         "native_only": model_config.native_only,
-        "aliases": {HEAD: TABLE},
+        "aliases": ALIASES,
         "vocabulary_digest": tokenizer.digest,
         "num_rows": tokenizer.vocab_size,
         "identity": identity,
@@ -105,9 +107,9 @@ def _plain(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, T
 
 def _one_copy(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights without a second name for the table; safetensors refuses to store one memory twice."""
-    head = weights.get(HEAD)
-    assert head is None or torch.equal(head, weights[TABLE]), "the head is not the table"
-    return {name: tensor for name, tensor in weights.items() if name != HEAD}
+    for alias, name in ALIASES.items():
+        assert alias not in weights or torch.equal(weights[alias], weights[name]), "the head is not the table"
+    return {name: tensor for name, tensor in weights.items() if name not in ALIASES}
 
 
 def _fill(partial: Path, documents: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> Written:

@@ -21,7 +21,8 @@ from stack.config import schema as config
 from stack.core.errors import UserError, some
 from stack.core.files import read_json
 from stack.model.decoder import Decoder, Trunk
-from stack.model.huggingface import CONFIG, HEAD, TABLE, check_kind, model_of, own_head, untie
+from stack.model.embedding import INPUT, OUTPUT, row_parameters_of
+from stack.model.huggingface import CONFIG, check_kind, model_of, own_head, untie
 from stack.text import tokenizer as text
 from stack.text.tokenizer import FILES, Tokenizer
 
@@ -42,7 +43,7 @@ class Base:
     @property
     def num_rows(self) -> int:
         """Rows of the table."""
-        return self.weights[TABLE].shape[0]
+        return len(row_parameters_of(self.weights)[0].tensor)
 
 
 @dataclass(frozen=True)
@@ -93,16 +94,16 @@ def load_tables(where: str, runs_dir: str, show: Callable[[str], Any] = print) -
     check_kind(settings, folder)
     if manifest is not None:
         _check_vocabulary(folder, tokenizer, manifest)
-    weights = read_weights(folder, (TABLE, HEAD))
+    weights = read_weights(folder, (INPUT, OUTPUT))
     head = own_head(settings, weights, folder)
-    _check_rows(folder, settings, weights[TABLE])
-    _check_tokens(folder, tokenizer, len(weights[TABLE]))
-    if head is not None and head.shape != weights[TABLE].shape:
+    _check_rows(folder, settings, weights[INPUT])
+    _check_tokens(folder, tokenizer, len(weights[INPUT]))
+    if head is not None and head.shape != weights[INPUT].shape:
         raise UserError(
-            f"{folder}: {HEAD} is {list(head.shape)} and {TABLE} {list(weights[TABLE].shape)}; "
+            f"{folder}: {OUTPUT} is {list(head.shape)} and {INPUT} {list(weights[INPUT].shape)}; "
             "the files do not belong together: restore them"
         )
-    return Tables(folder, tokenizer, weights[TABLE], head, manifest)
+    return Tables(folder, tokenizer, weights[INPUT], head, manifest)
 
 
 def has_template(folder: Path) -> bool:
@@ -177,16 +178,16 @@ def _check_tokens(folder: Path, tokenizer: Tokenizer, rows: int) -> None:
 def _check_rows(folder: Path, settings: dict[str, Any], table: Tensor) -> None:
     if len(table) != settings.get("vocab_size"):
         raise UserError(
-            f"{folder}: {CONFIG} says vocab_size={settings.get('vocab_size')}, but {TABLE} has {len(table)} rows; "
+            f"{folder}: {CONFIG} says vocab_size={settings.get('vocab_size')}, but {INPUT} has {len(table)} rows; "
             "the files do not belong together: restore them"
         )
 
 
 def _check_weights(folder: Path, model: config.Model, settings: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """UserError unless the tensors are exactly the parameters of the model that ``config.json`` describes."""
-    _check_rows(folder, settings, weights[TABLE])
+    _check_rows(folder, settings, weights[INPUT])
     with torch.device("meta"):
-        trunk = Trunk(model, len(weights[TABLE]))
+        trunk = Trunk(model, len(weights[INPUT]))
     try:
         check_fit({f"model.{name}": t.shape for name, t in trunk.state_dict().items()}, weights)
     except UserError as error:

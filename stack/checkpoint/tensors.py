@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from stack.core.errors import UserError, some
 from stack.core.files import read_json
-from stack.model.huggingface import HEAD, TABLE, WEIGHTS
+from stack.model.embedding import ALIASES
+from stack.model.huggingface import WEIGHTS
 from stack.model.names import by_name
 
 INDEX = f"{WEIGHTS}.index.json"
@@ -44,8 +45,9 @@ def load_weights_into(model: nn.Module, weights: dict[str, Tensor]) -> None:
     one :class:`UserError`, and then nothing is copied.
     """
     own = by_name(model.state_dict())
-    if HEAD in own and own[HEAD].data_ptr() == own[TABLE].data_ptr():
-        own.pop(HEAD)
+    for alias, name in ALIASES.items():
+        if alias in own and own[alias].data_ptr() == own[name].data_ptr():
+            own.pop(alias)
     check_fit({name: tensor.shape for name, tensor in own.items()}, weights)
     for name, tensor in own.items():
         tensor.copy_(weights[name])

@@ -1,24 +1,22 @@
 """The decoder: Hugging Face's Qwen3 architecture under its parameter names.
 
 Pre-norm blocks of grouped-query attention with RMSNorm on queries and keys, RoPE (rotate-half layout) and SwiGLU,
-over one tied table. A block runs as two dense halves with attention between them, because attention follows the
-segments of each batch: the halves have fixed shapes and can be compiled, attention need not be.
+over one tied table.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stack.config import schema as config
-from stack.model.attention import Segments, attend, attend_cached
-from stack.model.embedding import Table
+from stack.model.attention import Segments, attend_cached
+from stack.model.embedding import Embedding, RowParameter
+from stack.model.layers import Block, Halves, RMSNorm
 from stack.model.loss import Implementation
 
 
@@ -39,84 +37,14 @@ class Cache:
     values: list[Tensor] = field(default_factory=list)
 
 
-class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x²) + eps) * weight`` over the last axis, in float32 (Zhang & Sennrich, 2019)."""
-
-    def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Same shape and dtype as ``x``."""
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
-
-
-class SelfAttention(nn.Module):
-    """The four projections, and the norms of queries and keys."""
-
-    def __init__(self, c: config.Model):
-        super().__init__()
-        self.q_proj = nn.Linear(c.d, c.heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(c.d, c.kv_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(c.d, c.kv_heads * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(c.heads * c.head_dim, c.d, bias=False)
-        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
-        self.head_dim = c.head_dim
-
-
-class MLP(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))`` (Shazeer, 2020)."""
-
-    def __init__(self, c: config.Model):
-        super().__init__()
-        self.gate_proj = nn.Linear(c.d, c.ffn, bias=False)
-        self.up_proj = nn.Linear(c.d, c.ffn, bias=False)
-        self.down_proj = nn.Linear(c.ffn, c.d, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, T, d]`` → ``[B, T, d]``."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Block(nn.Module):
-    """One layer, as the half before attention and the half after it."""
-
-    def __init__(self, c: config.Model):
-        super().__init__()
-        self.input_layernorm = RMSNorm(c.d, c.norm_eps)
-        self.self_attn = SelfAttention(c)
-        self.post_attention_layernorm = RMSNorm(c.d, c.norm_eps)
-        self.mlp = MLP(c)
-
-    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[B, T, d]`` → queries ``[B, T, heads, head_dim]``, keys and values ``[B, T, kv_heads, head_dim]``."""
-        a = self.self_attn
-        x = self.input_layernorm(x)
-        q, k, v = (proj(x).unflatten(-1, (-1, a.head_dim)) for proj in (a.q_proj, a.k_proj, a.v_proj))
-        return rotate(a.q_norm(q), cos, sin), rotate(a.k_norm(k), cos, sin), v
-
-    def after(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Residual stream ``[B, T, d]`` and attention's output ``[B, T, heads, head_dim]`` → residual stream."""
-        x = x + self.self_attn.o_proj(attended.flatten(-2))
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE (Su et al., 2021) in the rotate-half layout: ``x`` ``[B, T, H, D]``, angles ``[B, T, 1, D / 2]`` float32."""
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
-
-
 class Trunk(nn.Module):
     """What Hugging Face calls ``model``: the table, the blocks and the last norm."""
 
     def __init__(self, c: config.Model, num_rows: int):
         super().__init__()
-        self.embed_tokens = Table(num_rows, c.d, scale_input=c.scale_input, softcap=c.softcap)
-        self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
+        self.halves = Halves()
+        self.embed_tokens = Embedding(num_rows, c.d, scale_input=c.scale_input, softcap=c.softcap)
+        self.layers = nn.ModuleList(Block(c, self.halves) for _ in range(c.layers))
         self.norm = RMSNorm(c.d, c.norm_eps)
 
 
@@ -135,13 +63,16 @@ class Decoder(nn.Module):
         with torch.device("meta"):  # PyTorch's own initialization would be lost work, and move the global generator
             trunk = Trunk(c, num_rows)
         self.model = trunk.to_empty(device=torch.get_default_device())
-        self.before, self.after = Block.before, Block.after  # compile_blocks() replaces both
         self.reset(seed)
 
     @property
-    def table(self) -> Table:
+    def table(self) -> Embedding:
         """The table, which is embedding and head."""
         return self.model.embed_tokens
+
+    def row_parameters(self) -> list[RowParameter]:
+        """Every tensor with a row for each id."""
+        return self.table.row_parameters()
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
@@ -158,19 +89,12 @@ class Decoder(nn.Module):
             parameter.normal_(0.0, std, generator=generator) if std else parameter.zero_()
 
     def compile_blocks(self) -> None:
-        """Compiles the two halves of a block; every layer runs the same code."""
-        self.before = torch.compile(Block.before, dynamic=False)
-        self.after = torch.compile(Block.after, dynamic=False)
+        """Compiles the halves of the blocks; see :class:`stack.model.layers.Halves`."""
+        self.model.halves.compile()
 
-    @contextmanager
-    def uncompiled(self) -> Iterator[None]:
-        """Runs the blocks as they are written: for shapes and modes that come too seldom to compile them for."""
-        compiled = self.before, self.after
-        self.before, self.after = Block.before, Block.after
-        try:
-            yield
-        finally:
-            self.before, self.after = compiled
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Runs the blocks as they are written."""
+        return self.model.halves.as_written()
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine ``[B, T, 1, head_dim / 2]`` float32 of positions ``[B, T]`` int64, whatever autocast says."""
@@ -182,11 +106,10 @@ class Decoder(nn.Module):
 
     def hidden(self, ids: Tensor, positions: Tensor, segments: Segments) -> Tensor:
         """Normalized last hidden states ``[B, T, d]`` of packed windows of ids ``[B, T]`` int64."""
-        cos, sin = self.angles(positions)
+        angles = self.angles(positions)
         x = self.table.embed(ids)
         for block in self.model.layers:
-            q, k, v = self.before(block, x, cos, sin)
-            x = self.after(block, x, attend(q, k, v, segments))
+            x = block(x, angles, segments)
         return self.model.norm(x)
 
     def forward(self, ids: Tensor, positions: Tensor, segments: Segments, targets: Tensor, loss: Loss) -> Tensor:

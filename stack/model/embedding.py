@@ -1,9 +1,15 @@
-"""The table: one parameter ``[rows, d]`` and every use of it, as embedding and as head (Press & Wolf, 2017)."""
+"""The table and every use of it, as embedding and as head (Press & Wolf, 2017).
+
+What has a row for each id is known here alone. Optimizers, growth, checkpoints, audits and diagnostics ask for it
+(:meth:`Embedding.row_parameters`, :func:`row_parameters_of`), so another kind of table is another class in this file.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +17,28 @@ from torch import Tensor, nn
 
 from stack.model.loss import Implementation, linear_cross_entropy
 
+INPUT, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names of the two uses
+ALIASES = {OUTPUT: INPUT}  # names that stand for a tensor stored under another one
 
-class Watch(Protocol):
-    """Looks on while the table is used in a training step; what passes is as it is without it, bit for bit."""
+
+@dataclass(frozen=True)
+class RowParameter:
+    """A tensor with a row for each id."""
+
+    name: str  # in a checkpoint
+    tensor: Tensor  # [rows, d]
+    role: Literal["input", "output", "both"]
+
+
+def row_parameters_of(weights: Mapping[str, Tensor]) -> list[RowParameter]:
+    """What has a row for each id among weights by name, as a checkpoint has them."""
+    if OUTPUT in weights:
+        return [RowParameter(INPUT, weights[INPUT], "input"), RowParameter(OUTPUT, weights[OUTPUT], "output")]
+    return [RowParameter(INPUT, weights[INPUT], "both")]
+
+
+class TableObserver(Protocol):
+    """Sees every use of the table in a training step, and changes no bit of it."""
 
     def embedded(self, ids: Tensor, rows: Tensor) -> None:
         """The ``rows`` ``[B, T, d]`` of ``ids`` ``[B, T]``, before they are scaled; their gradient can be hooked."""
@@ -22,8 +47,8 @@ class Watch(Protocol):
         """The hidden states ``[B, T, d]`` that are scored against every row, and the targets ``[B, T]``."""
 
 
-class Table(nn.Module):
-    """One row per id. The head is the same parameter, so that nothing can untie them.
+class Embedding(nn.Module):
+    """A tied table: one row per id. The head is the same parameter, so that nothing can untie them.
 
     Args:
         num_rows: of the table; equals the tokenizer's vocabulary.
@@ -37,13 +62,27 @@ class Table(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_rows, d))
         self.scale = math.sqrt(d) if scale_input else 1.0
         self.softcap = softcap
-        self.watch: Watch | None = None
+        self.observer: TableObserver | None = None
+
+    def row_parameters(self) -> list[RowParameter]:
+        """Every tensor with a row for each id."""
+        return [RowParameter(INPUT, self.weight, "both")]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+        return len(self.weight)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the table is."""
+        return self.weight.device
 
     def embed(self, ids: Tensor) -> Tensor:
         """``[B, T]`` int64 → ``[B, T, d]`` float32."""
         rows = F.embedding(ids, self.weight)
-        if self.watch is not None:
-            self.watch.embedded(ids, rows)
+        if self.observer is not None:
+            self.observer.embedded(ids, rows)
         return rows if self.scale == 1.0 else rows * self.scale
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -55,8 +94,8 @@ class Table(nn.Module):
         self, hidden: Tensor, targets: Tensor, *, impl: Implementation, chunk_tokens: int, z_loss: float
     ) -> Tensor:
         """Sum of the losses of the supervised tokens; see :func:`stack.model.loss.linear_cross_entropy`."""
-        if self.watch is not None:
-            self.watch.scored(hidden, targets, chunk_tokens)
+        if self.observer is not None:
+            self.observer.scored(hidden, targets, chunk_tokens)
         return linear_cross_entropy(
             hidden, self.weight, targets, impl=impl, chunk_tokens=chunk_tokens, z_loss=z_loss, softcap=self.softcap
         )

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from stack.config import schema as config
 from stack.core.errors import UserError
+from stack.model.embedding import INPUT, OUTPUT
 from stack.text.tokenizer import Tokenizer
 
-TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 NATIVE = "stack_native"
 KINDS = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", NATIVE: "StackDecoder"}
@@ -183,10 +183,10 @@ def untie(settings: dict[str, Any], weights: dict[str, Tensor], folder: Path) ->
     """The weights with the table once, if what ``config.json`` says of the head and what is stored agree."""
     if own_head(settings, weights, folder) is not None:
         raise UserError(
-            f"{folder}: the head ({HEAD}) is a table of its own, and this program has models with one table only; "
+            f"{folder}: the head ({OUTPUT}) is a table of its own, and this program has models with one table only; "
             "take a checkpoint with tie_word_embeddings=true"
         )
-    return {name: tensor for name, tensor in weights.items() if name != HEAD}
+    return {name: tensor for name, tensor in weights.items() if name != OUTPUT}
 
 
 def own_head(settings: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> Tensor | None:
@@ -195,18 +195,18 @@ def own_head(settings: dict[str, Any], weights: dict[str, Tensor], folder: Path)
     UserError where what ``config.json`` says of it and what is stored contradict each other.
     """
     tied = settings.get("tie_word_embeddings", False)  # absent: the default of Qwen3 and Llama
-    head, table = weights.get(HEAD), weights.get(TABLE)
+    head, table = weights.get(OUTPUT), weights.get(INPUT)
     if table is None:
-        raise UserError(f"{folder / WEIGHTS}: has no {TABLE}; this is no checkpoint of a decoder, take another one")
+        raise UserError(f"{folder / WEIGHTS}: has no {INPUT}; this is no checkpoint of a decoder, take another one")
     same = head is not None and torch.equal(head, table)
     if tied and head is not None and not same:
         raise UserError(
-            f"{folder}: {CONFIG} says tie_word_embeddings=true, but {WEIGHTS} holds a {HEAD} that differs from "
-            f"{TABLE}; remove the tensor if the table is right, or take a checkpoint whose head is its table"
+            f"{folder}: {CONFIG} says tie_word_embeddings=true, but {WEIGHTS} holds a {OUTPUT} that differs from "
+            f"{INPUT}; remove the tensor if the table is right, or take a checkpoint whose head is its table"
         )
     if not tied and head is None:
         raise UserError(
-            f"{folder}: {CONFIG} says tie_word_embeddings=false, but {WEIGHTS} holds no {HEAD}; "
+            f"{folder}: {CONFIG} says tie_word_embeddings=false, but {WEIGHTS} holds no {OUTPUT}; "
             "set it to true if the head is the table, or take a checkpoint that is whole"
         )
     return None if tied or same else head

@@ -46,7 +46,7 @@ from torch import Tensor
 
 from stack.core.ranks import Ranks
 from stack.data.batches import IGNORED, Batch
-from stack.model.embedding import Table
+from stack.model.embedding import Embedding
 from stack.training.hooks import Hook, Moment
 from stack.training.optim import Optimizers
 from stack.vocabulary.classes import CLASSES
@@ -75,11 +75,12 @@ class Rows(Hook):
     """
 
     def __init__(
-        self, table: Table, optimizers: Optimizers, classes: np.ndarray | None, ranks: Ranks, every: int, steps: int
+        self, table: Embedding, optimizers: Optimizers, classes: np.ndarray | None, ranks: Ranks, every: int, steps: int
     ):
         self.table, self.optimizers, self.classes, self.ranks = table, optimizers, classes, ranks
         self.every, self.steps = every, steps
-        self.name = next(name for name, p in optimizers.names.items() if p is table.weight)
+        (self.parameter,) = table.row_parameters()  # whose gradient is the sum of both paths
+        self.name = self.parameter.name
         self.due = False  # at the step in hand
         self._per_row: dict[str, Tensor] = {}  # [V], of the step in hand
         self._seen = torch.zeros(len(table.weight), dtype=torch.bool)  # inputs of this rank so far
@@ -94,10 +95,10 @@ class Rows(Hook):
         if self.due:
             self._input = torch.zeros_like(weight)
             self._mass = torch.zeros(len(weight) + 1, device=weight.device)  # the last one: positions
-            self.table.watch = self
+            self.table.observer = self
 
     def embedded(self, ids: Tensor, rows: Tensor) -> None:
-        """Has the gradient of ``rows`` summed by id when it is there; see :class:`stack.model.embedding.Watch`."""
+        """Has the gradient of ``rows`` summed by id when it is there."""
         rows.register_hook(lambda gradient: self._add(ids, gradient))
 
     def _add(self, ids: Tensor, gradient: Tensor) -> None:
@@ -123,7 +124,7 @@ class Rows(Hook):
     @torch.no_grad()
     def after_backward(self) -> None:
         """What is known before clipping and the update, where the step is looked at."""
-        self.table.watch = None
+        self.table.observer = None
         if not self.due:
             return
         into, out = self.gradient_paths()

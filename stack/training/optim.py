@@ -13,11 +13,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stack.config import schema as config
 from stack.core.errors import UserError, some
 from stack.core.ranks import ALONE, Ranks
+from stack.model.decoder import Decoder
 from stack.model.names import by_name
 
 
@@ -119,12 +120,11 @@ class Optimizers:
     or ``matrices`` (Muon, or AdamW where ``kind=adamw``).
     """
 
-    def __init__(
-        self, model: nn.Module, c: config.Optim, *, ns_dtype: torch.dtype = torch.float32, ranks: Ranks = ALONE
-    ):
+    def __init__(self, model: Decoder, c: config.Optim, *, ns_dtype: torch.dtype = torch.float32, ranks: Ranks = ALONE):
         self.config = c
         self.names = {name: p for name, p in by_name(model.named_parameters()).items() if p.requires_grad}
-        matrices = {n: p for n, p in self.names.items() if p.dim() == 2 and ".embed_tokens." not in n}
+        rows = {id(row.tensor) for row in model.row_parameters()}
+        matrices = {n: p for n, p in self.names.items() if p.dim() == 2 and id(p) not in rows}
         rest = [p for n, p in self.names.items() if n not in matrices]
         groups = [{"params": rest, "lr": c.lr, "weight_decay": c.table_decay, "name": "table"}]
         self.all: list[torch.optim.Optimizer] = []

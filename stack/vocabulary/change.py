@@ -24,7 +24,7 @@ from stack.core.errors import UserError
 from stack.core.files import create_folder, read_json, sha256, short_digest, write_json
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder
-from stack.model.huggingface import HEAD, TABLE
+from stack.model.embedding import row_parameters_of
 from stack.text import tokenizer
 from stack.text.bpe import hugging_face_settings
 from stack.text.tokenizer import MULTIPLE, RESERVED, RESERVED_TEXT, Tokenizer
@@ -221,13 +221,15 @@ def migrate(
         New dictionaries. Old rows are bit-equal; initialized ones are the mean (computed in float64) of the live old
         rows in the weights, and zero in the moments.
     """
-    assert HEAD not in weights, "the table is stored once"
-    table = weights[TABLE]
-    mean = table[list(growth.live)].double().mean(0).to(table.dtype)
-    grown = {TABLE: _grow(growth, table, mean)}
-    zero = torch.zeros((), dtype=table.dtype)
-    slots = {key: value for key, value in moments.items() if key.partition("/")[2] == TABLE and value.dim() > 0}
-    return weights | grown, moments | {key: _grow(growth, value, zero) for key, value in slots.items()}
+    grown, moved = dict(weights), dict(moments)
+    for rows in row_parameters_of(weights):
+        mean = rows.tensor[list(growth.live)].double().mean(0).to(rows.tensor.dtype)
+        grown[rows.name] = _grow(growth, rows.tensor, mean)
+        zero = torch.zeros((), dtype=rows.tensor.dtype)
+        for key, value in moments.items():
+            if key.partition("/")[2] == rows.name and value.dim() > 0:
+                moved[key] = _grow(growth, value, zero)
+    return grown, moved
 
 
 def _grow(growth: Growth, old: Tensor, value: Tensor) -> Tensor:

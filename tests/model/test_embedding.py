@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from stack.model.embedding import Table
+from stack.model.embedding import Embedding
 
 
 @pytest.fixture
 def table():
-    table = Table(13, 6)
+    table = Embedding(13, 6)
     torch.nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(0))
     return table
 
@@ -38,7 +38,7 @@ def test_the_loss_is_that_of_the_logits(table, impl, softcap):
 
 
 def test_the_input_scale_moves_no_logit():
-    plain, scaled = Table(13, 6), Table(13, 6, scale_input=True)
+    plain, scaled = Embedding(13, 6), Embedding(13, 6, scale_input=True)
     torch.nn.init.normal_(plain.weight)
     scaled.load_state_dict(plain.state_dict())
     ids, hidden = torch.arange(13)[None], torch.randn(1, 6)

@@ -139,7 +139,7 @@ def test_angles_are_float32_under_autocast_at_the_last_position():
 
 def test_far_positions_stay_exact_under_autocast():
     """What the angles are used for is float32, too: queries at position 2047 turn as in float64."""
-    from stack.model.decoder import rotate
+    from stack.model.layers import rotate
 
     model = Decoder(replace(shape("stack_100m"), layers=1), ROWS)
     x = torch.randn(1, 2, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
