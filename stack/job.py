@@ -24,8 +24,7 @@ from stack.evaluation.answers import Question
 from stack.evaluation.hooks import Sample, Validate, answered
 from stack.evaluation.samples import continuations
 from stack.model.decoder import Decoder
-from stack.observe import memory
-from stack.observe import rows_audit as audit
+from stack.observe import audit, memory
 from stack.observe.page import page
 from stack.observe.table import Rows
 from stack.tracking.hooks import Progress, Write
@@ -39,7 +38,7 @@ from stack.training.hooks import BadSteps, Every, Hook, Save
 from stack.training.length import dry_step, num_steps
 from stack.training.prepare import Materials
 from stack.training.restore import check_belongs, restore, state_of
-from stack.training.run_folder import Start
+from stack.training.run_folder import ResumePoint
 from stack.training.signals import Signals
 from stack.training.state import State
 from stack.training.trainer import Step, Trainer, to_device
@@ -53,7 +52,7 @@ class Job:
     device: str
     ranks: Ranks
     display: Display
-    start: Start
+    start: ResumePoint
     folder: Path = field(init=False)  # runs/NAME
 
     def __post_init__(self) -> None:
@@ -152,10 +151,10 @@ def started(config: Run, branch: str | None = None) -> Iterator[Job]:
         yield Job(config, device, own, display, resume_point(config, own, display, branch))
 
 
-def resume_point(config: Run, own: Ranks, display: Display, branch: str | None = None) -> Start:
+def resume_point(config: Run, own: Ranks, display: Display, branch: str | None = None) -> ResumePoint:
     """What the run goes on from; the same on every rank."""
     folder = run_folder.folder_of(config)
-    return Start(**own.on_main(lambda: asdict(run_folder.start_of(folder, config, display.show, branch))))
+    return ResumePoint(**own.on_main(lambda: asdict(run_folder.start_of(folder, config, display.show, branch))))
 
 
 # ---------------------------------------------------------------- before the first step

@@ -9,7 +9,7 @@ from stack.data.packed import Packed
 from stack.observe.compare import compare
 from stack.text.tokenizer import Tokenizer
 from stack.training.prepare import Materials, identity_of, materials, prepare_data
-from stack.training.run_folder import FRESH, Start
+from stack.training.run_folder import FRESH, ResumePoint
 
 
 def run(config: Config) -> int:
@@ -23,7 +23,7 @@ def run(config: Config) -> int:
         return own.train(learnt_from(config, tokenizer, packed, own.start), mode)
 
 
-def learnt_from(config: Config, tokenizer: Tokenizer, packed: Packed, start: Start = FRESH) -> Materials:
+def learnt_from(config: Config, tokenizer: Tokenizer, packed: Packed, start: ResumePoint = FRESH) -> Materials:
     """What pretraining learns from."""
     identity = identity_of(config, tokenizer, packed) | {"branch": start.branch}
     num_bytes = {name: source["validation"]["bytes"] for name, source in packed.manifest["sources"].items()}

@@ -21,7 +21,7 @@ def write(root: Path, name: str, rows: list[dict[str, Any]], *settings: str, **r
     folder.mkdir(parents=True)
     config = tiny.configure(*tiny.settings(root, f"name={name}", *settings))
     fixed = {"steps": config.train.steps, "device": "cpu", "dtype": "torch.float32", "identity": {"run": name}}
-    run_folder.begin(folder, config, run_folder.Start(), fixed | resolved, print)
+    run_folder.begin(folder, config, run_folder.ResumePoint(), fixed | resolved, print)
     metrics = Metrics(folder, 0)
     for row in rows:
         metrics.write(row)

@@ -16,7 +16,7 @@ from stack.text import tokenizer
 from stack.text.bpe import fit
 from stack.text.template import TEMPLATE
 from stack.text.tokenizer import Tokenizer
-from stack.vocabulary.change import grow_tokenizer
+from stack.vocabulary.tokens import grow_tokenizer
 
 
 def vocabulary(root: Path, *, chat: bool) -> Tokenizer:

@@ -8,7 +8,7 @@ import pytest
 import talk
 
 from stack.config import schema as config
-from stack.config.schema import Conversations, HubFlags, TalkSource
+from stack.config.schema import Conversations, ConversationSource, HubFlags
 from stack.core.ranks import Ranks
 from stack.data.sources import held_out
 from stack.evaluation import answers
@@ -39,7 +39,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Conversations:
                 {"role": "assistant", "content": f"yes {number}"},
             ]
             file.write(json.dumps({"messages": messages, "document": key}) + "\n")
-    source = TalkSource(files=(str(path),), check="exact", validation=0.5)
+    source = ConversationSource(files=(str(path),), check="exact", validation=0.5)
     return Conversations("c", {"a": source}, (), NO_HUB, "messages", "skip", 0.1, 0, 1, 1.0, None, "cut")
 
 
@@ -72,7 +72,10 @@ def test_a_conversation_is_right_when_every_turn_is_and_ended() -> None:
     def made(conversation: int, text: str, reference: str, stopped: bool = True) -> Answer:
         return Answer(Question("a", conversation, (0,), "?", reference), text, stopped)
 
-    sources = {"a": TalkSource(files=("a",), check="exact", headings=("A:", "B:")), "b": TalkSource(files=("b",))}
+    sources = {
+        "a": ConversationSource(files=("a",), check="exact", headings=("A:", "B:")),
+        "b": ConversationSource(files=("b",)),
+    }
     found = judge(
         [
             made(0, "A:\nB:", "A:\nB:"),

@@ -30,7 +30,7 @@ from stack.core.files import write_json
 from stack.data.packed import open_packed
 from stack.model.embedding import INPUT, OUTPUT
 from stack.model.huggingface import WEIGHTS
-from stack.observe import rows_audit as audit
+from stack.observe import audit
 from stack.text import tokenizer
 from stack.text.bpe import fit, hugging_face_settings
 from stack.text.tokenizer import Tokenizer, byte_characters, readable

@@ -38,7 +38,8 @@ from stack.model.embedding import INPUT, OUTPUT
 from stack.model.huggingface import WEIGHTS
 from stack.model.names import clean_name
 from stack.text.tokenizer import Tokenizer
-from stack.vocabulary.change import grow_tokenizer, migrate
+from stack.vocabulary.migrate import migrate
+from stack.vocabulary.tokens import grow_tokenizer
 
 NUM_ROWS = 320
 MODEL = config.Model(

@@ -16,10 +16,10 @@ import tiny
 from hydra import compose, initialize_config_dir
 from wandb_workspaces.workspaces import Workspace, internal
 
-from stack import dashboard
 from stack.config import schema as config
 from stack.config.arguments import CONF
 from stack.config.checks import typed
+from stack.tracking import workspace
 
 SECTIONS = ["eval", "train", "optim", "rows", "memory", "throughput", "time", "growth", "samples"]
 
@@ -30,7 +30,7 @@ def configure(*arguments: str) -> config.Dashboard:
 
 
 def made(*arguments: str) -> dict[str, Any]:
-    return dashboard.specification(dashboard.workspace(configure(*arguments), "me"))
+    return workspace.specification(workspace.workspace(configure(*arguments), "me"))
 
 
 def panels(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -41,7 +41,7 @@ def panels(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 def test_sections_panels_and_axes() -> None:
     found = panels(made())
     assert list(found) == SECTIONS
-    for name, wanted in dashboard.SECTIONS.items():
+    for name, wanted in workspace.SECTIONS.items():
         assert len(found[name]) == len(wanted)
         for panel, want in zip(found[name], wanted, strict=True):
             settings = panel["config"]
@@ -55,7 +55,7 @@ def test_sections_panels_and_axes() -> None:
 
 def test_patterns_are_such_as_the_server_takes() -> None:
     """RE2 has neither lookaround nor references back."""
-    for panel in (panel for section in dashboard.SECTIONS.values() for panel in section):
+    for panel in (panel for section in workspace.SECTIONS.values() for panel in section):
         assert bool(panel.pattern) != bool(panel.keys)
         re.compile(panel.pattern)
         assert not re.search(r"\(\?|\\\d", panel.pattern)
@@ -89,4 +89,4 @@ def test_without_a_key_it_is_written_and_an_online_mode_is_refused(tmp_path: Pat
     "key", ["eval/loss_class_rare", "rows/norm_p50_added", "rows/grad_input_norm", "eval/exact_add"]
 )
 def test_metrics_that_only_some_runs_have_are_shown(key: str) -> None:
-    assert any(panel.shows(key) for panel in dashboard.SECTIONS[key.split("/")[0]])
+    assert any(panel.shows(key) for panel in workspace.SECTIONS[key.split("/")[0]])

@@ -309,7 +309,7 @@ def test_parallel_and_torchrun_belong_together(monkeypatch: pytest.MonkeyPatch) 
 @settings(deadline=None)
 @given(windows=st.integers(0, 40), micro=st.integers(1, 9), world=st.integers(1, 6))
 def test_ranks_share_the_windows_of_a_step(windows: int, micro: int, world: int) -> None:
-    shares = [parallel.share(np.arange(windows), micro, Ranks(rank, world)) for rank in range(world)]
+    shares = [parallel.shard(np.arange(windows), micro, Ranks(rank, world)) for rank in range(world)]
     assert len({len(share) for share in shares}) == 1  # every rank takes part in the same collectives
     assert np.concatenate([np.zeros(0), *(part for share in shares for part in share)]).tolist() == list(range(windows))
     assert all(len(part) <= micro for share in shares for part in share)

@@ -194,14 +194,13 @@ MUTANTS = [
         (LOSS,),
     ),
     Mutant(
-        "6", "reset the step", "stack/vocabulary/change.py",
-        "    slots = {key: value for",
-        "    moments = moments | {k: v * 0 for k, v in moments.items() if k.startswith('step')}\n"
-        "    slots = {key: value for",
+        "6", "reset the step", "stack/vocabulary/migrate.py",
+        "    return grown, moved",
+        "    return grown, moved | {k: v * 0 for k, v in moments.items() if k.startswith('step')}",
         (VOCABULARY,),
     ),
     Mutant(
-        "6", "re-initialize an old row", "stack/vocabulary/change.py",
+        "6", "re-initialize an old row", "stack/vocabulary/migrate.py",
         "new[list(growth.initialized)] = value",
         "new[[*growth.initialized, 7]] = value",
         (VOCABULARY,),
@@ -213,8 +212,8 @@ MUTANTS = [
         (VOCABULARY,),
     ),
     Mutant(
-        "6", "moments of new rows at the mean", "stack/vocabulary/change.py",
-        "zero = torch.zeros((), dtype=table.dtype)",
+        "6", "moments of new rows at the mean", "stack/vocabulary/migrate.py",
+        "zero = torch.zeros((), dtype=rows.tensor.dtype)",
         "zero = mean",
         (VOCABULARY,),
     ),
@@ -245,7 +244,7 @@ MUTANTS = [
     ),
     Mutant(
         "9", "drop end-of-turn", "stack/text/conversation.py",
-        "Segment(END_OF_TURN, True, learnt)",
+        "Segment(END_OF_TURN, True, supervised)",
         "Segment(END_OF_TURN, True, False)",
         (CONVERSATION,),
     ),
@@ -256,7 +255,7 @@ MUTANTS = [
         (CONVERSATION,),
     ),
     Mutant(
-        "9", "learn a turn of weight 0", "stack/text/conversation.py",
+        "9", "learn a turn of weight 0", "stack/text/messages.py",
         ' and message.get("weight", 1) == 1',
         "",
         (CONVERSATION,),

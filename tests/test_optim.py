@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from stack.config import schema as config
 from stack.core.errors import UserError
 from stack.model.decoder import Decoder
-from stack.training.optim import Muon, Optimizers, lr_factor, orthogonalize
+from stack.training.muon import Muon, orthogonalize
+from stack.training.optim import Optimizers, lr_factor
 
 MUON = config.Optim("muon", 3e-3, 5e-3, 0.9, 0.95, 1e-10, 0.1, 0.0, 0.95, 0.85, 4, 5)
 ADAMW = replace(MUON, kind="adamw", lr=2e-3)

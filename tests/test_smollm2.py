@@ -17,7 +17,9 @@ from stack.checkpoint.open import Base, build, load_base
 from stack.evaluation.generate import generate
 from stack.model.decoder import Decoder
 from stack.model.embedding import INPUT
-from stack.vocabulary.change import grow_tokenizer, measure, migrate
+from stack.vocabulary.measure import measure
+from stack.vocabulary.migrate import migrate
+from stack.vocabulary.tokens import grow_tokenizer
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent

@@ -28,7 +28,8 @@ from stack.evaluation import answers
 from stack.evaluation.answers import Question
 from stack.evaluation.generate import generate
 from stack.text import template, tokenizer
-from stack.vocabulary.change import grow_tokenizer, migrate
+from stack.vocabulary.migrate import migrate
+from stack.vocabulary.tokens import grow_tokenizer
 
 LLAMA = ("<s>", "</s>", "<|eot|>")
 CHATML = ("<|endoftext|>", "</s>", "<|im_start|>", "<|im_end|>")

@@ -14,7 +14,7 @@ from stack.checkpoint.open import Base, build, load_base
 from stack.config.checks import typed
 from stack.config.schema import Chat
 from stack.core.errors import UserError
-from stack.evaluation.session import Talk
+from stack.evaluation.session import ChatSession
 from stack.text import conversation
 
 CONTEXT = 256
@@ -30,14 +30,14 @@ def model(base):
     return build(base)
 
 
-def talk(base: Base, model, notes: list[str] | None = None, **options: object) -> Talk:
+def talk(base: Base, model, notes: list[str] | None = None, **options: object) -> ChatSession:
     given = {"tokens": 6, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "device": "cpu", **options}
     named = {"checkpoint": "x", "prompt": None, "prompt_file": None, "system": None, "runs_dir": "runs"}
     c = typed({"precision": "float32", **named, **given}, Chat)
-    return Talk(model, base.tokenizer, c, (notes if notes is not None else []).append)
+    return ChatSession(model, base.tokenizer, c, (notes if notes is not None else []).append)
 
 
-def say(conversation_: Talk, text: str) -> str:
+def say(conversation_: ChatSession, text: str) -> str:
     shown: list[str] = []
     conversation_.answer(text, shown.append)
     return "".join(shown)

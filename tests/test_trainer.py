@@ -255,7 +255,7 @@ def test_a_checkpoint_of_another_vocabulary_or_other_data_is_refused(root: Path,
     assert tiny.run(tiny.configure(*tiny.settings(root, "name=first", "train.steps=1"))) == 0
     saved = str(root / "runs/first/checkpoints/step-00000001")
     own = checkpoint.verify(Path(saved))
-    start = run_folder.Start(saved, False, 1, own.num_rows, own.vocabulary_digest, own.identity["packed"])
+    start = run_folder.ResumePoint(saved, False, 1, own.num_rows, own.vocabulary_digest, own.identity["packed"])
     tiny.corpus(tmp_path / "corpus.jsonl", seed=9)
     words = next((root / "data/tokenizers").glob("bpe-*"))
     other = tiny.trainer(tiny.configure(*tiny.settings(tmp_path, f"tokenizer.folder={words}")))

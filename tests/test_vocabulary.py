@@ -27,7 +27,10 @@ from stack.text import tokenizer
 from stack.text.bpe import fit, hugging_face_settings
 from stack.text.tokenizer import END_OF_TEXT, END_OF_TURN, START_OF_TURN, Tokenizer
 from stack.training.optim import Optimizers
-from stack.vocabulary.change import Growth, grow_tokenizer, measure, migrate
+from stack.vocabulary.change import Growth
+from stack.vocabulary.measure import measure
+from stack.vocabulary.migrate import migrate
+from stack.vocabulary.tokens import grow_tokenizer
 
 CHAT = (START_OF_TURN, END_OF_TURN, "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -21,9 +21,8 @@ import pytest
 import tiny
 import yaml
 
-from stack import dashboard
 from stack.core.errors import UserError
-from stack.tracking import wandb_mode, wandb_run
+from stack.tracking import wandb_mode, wandb_run, workspace
 from stack.tracking.metrics import Metrics
 from stack.tracking.tracker import Tracker
 
@@ -127,10 +126,10 @@ def test_an_offline_run_is_metrics_jsonl(root: Path) -> None:
 
 def test_every_metric_of_a_run_is_on_the_dashboard(root: Path) -> None:
     keys = {key for name in ("tiny", "talk") for row in rows(root / "runs" / name) for key in row} - {"step", "tokens"}
-    assert {key.split("/")[0] for key in keys} <= set(dashboard.SECTIONS)
+    assert {key.split("/")[0] for key in keys} <= set(workspace.SECTIONS)
     for key in keys:
         section = key.split("/")[0]
-        assert any(panel.shows(key) for panel in dashboard.SECTIONS[section]), f"no panel of {section} shows {key}"
+        assert any(panel.shows(key) for panel in workspace.SECTIONS[section]), f"no panel of {section} shows {key}"
 
 
 def test_the_configuration_has_every_digest_and_no_secret(root: Path) -> None:

@@ -43,7 +43,7 @@ from stack.tracking.terminal import Display
 from stack.training.hooks import Hook, Moment
 from stack.training.length import DryStep, dry_step
 from stack.training.prepare import Materials, prepare_data
-from stack.training.run_folder import FRESH, Start
+from stack.training.run_folder import FRESH, ResumePoint
 from stack.training.state import State, StepResult
 from stack.training.trainer import Step, micro_batches
 
@@ -154,7 +154,7 @@ class Bench:
         m, shown = self.made, self.display.show
         return Validate(self.take, m.held_out, m.num_bytes, m.classes, dict, shown, shown).validation()
 
-    def begin(self, start: Start = FRESH) -> job.Begun:
+    def begin(self, start: ResumePoint = FRESH) -> job.Begun:
         """All that comes before the first step, in the run's folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.job.start = start

@@ -133,7 +133,7 @@ class Data:
 
 
 @dataclass(frozen=True, config=_STRICT)
-class TalkSource(Source):
+class ConversationSource(Source):
     """One source of conversations, and what a good answer to one of them is."""
 
     text: str = "messages"  # the field that holds the list of messages
@@ -147,16 +147,18 @@ class TalkSource(Source):
 class Conversations(Data):
     """The conversations, and how they are packed."""
 
-    sources: dict[str, TalkSource]
+    sources: dict[str, ConversationSource]
     too_long: Literal["cut", "drop"]  # cut: end after the last whole assistant turn that fits, if there is one
     format: Format = "auto"
     reasoning: Reasoning = "drop"
 
-    def resolved_sources(self) -> dict[str, TalkSource]:
+    def resolved_sources(self) -> dict[str, ConversationSource]:
         """The sources in force: ``chat.files`` and ``chat.hub.path`` replace the group's own."""
         given = {} if self.format == "auto" else {"format": self.format}
         given |= {} if self.reasoning == "drop" else {"reasoning": self.reasoning}
-        return {key: TalkSource(**(source.__dict__ | given)) for key, source in super().resolved_sources().items()}
+        return {
+            key: ConversationSource(**(source.__dict__ | given)) for key, source in super().resolved_sources().items()
+        }
 
 
 @dataclass(frozen=True, config=_STRICT)

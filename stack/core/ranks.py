@@ -55,7 +55,7 @@ class Ranks:
             dist.all_reduce(x)
         return x
 
-    def shared(self, x: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def gather_rows(self, x: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """``work(x)`` for work that treats the rows of ``x`` ``[n, …]`` alike, each rank a part of them.
 
         ``x`` is the same on every rank, and so is the result, which has its shape.

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from stack.config.schema import TalkSource
+from stack.config.schema import ConversationSource
 from stack.core.errors import BadRow
 from stack.text.messages import REASONING
 
@@ -50,7 +50,7 @@ KNOWN = (
 )
 
 
-def messages_of(record: Mapping[str, Any], source: TalkSource) -> tuple[Any, Counter[str]]:
+def messages_of(record: Mapping[str, Any], source: ConversationSource) -> tuple[Any, Counter[str]]:
     """The messages of a record, unchecked, and how often something of it is passed over, by name.
 
     Names are those of fields, ``messages[].NAME`` for an unknown one of a message, and that of the field for reasoning
@@ -80,7 +80,7 @@ def messages_of(record: Mapping[str, Any], source: TalkSource) -> tuple[Any, Cou
     return messages, passed_over
 
 
-def _lists(source: TalkSource) -> tuple[str, ...]:
+def _lists(source: ConversationSource) -> tuple[str, ...]:
     """The fields that a list of messages is looked for in; the one alone that a person has named."""
     if source.format in QUESTIONS:
         return ()
@@ -90,7 +90,7 @@ def _lists(source: TalkSource) -> tuple[str, ...]:
     return tuple(name for kind in kinds for name in LISTS[kind])
 
 
-def _listed(record: Mapping[str, Any], source: TalkSource, used: set[str]) -> Any:
+def _listed(record: Mapping[str, Any], source: ConversationSource, used: set[str]) -> Any:
     """The list of messages of a record; what stands in its place where that is no list; None where nothing does."""
     name = next((name for name in _lists(source) if record.get(name) is not None), None)
     if name is None:
@@ -102,7 +102,7 @@ def _listed(record: Mapping[str, Any], source: TalkSource, used: set[str]) -> An
     return found
 
 
-def _paired(given: dict[str, Any], source: TalkSource, used: set[str]) -> list[Any] | None:
+def _paired(given: dict[str, Any], source: ConversationSource, used: set[str]) -> list[Any] | None:
     """The messages of a question and its answer, with what stands beside them; None where there is no such pair."""
     every = source.format == "auto" and source.text == MESSAGES
     kinds = [*QUESTIONS] if every else [kind for kind in QUESTIONS if kind == source.format]
@@ -133,7 +133,7 @@ def _history(value: Any, used: set[str]) -> list[Any]:
     return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
 
 
-def _unknown(record: Mapping[str, Any], given: dict[str, Any], source: TalkSource) -> BadRow:
+def _unknown(record: Mapping[str, Any], given: dict[str, Any], source: ConversationSource) -> BadRow:
     lists = _lists(source)
     if given.keys() >= set(PREFERENCE):
         return BadRow(PREFERRED)

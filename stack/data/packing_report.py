@@ -44,7 +44,7 @@ def every_row_is_bad(name: str, source: config.Source, bad: dict[str, int], firs
     reason = max(bad, key=bad.__getitem__)
     text = f"source {name}: all {sum(bad.values()):,} rows are bad, {bad[reason]:,} of them for: {reason}"
     text += f"; the first of these is {first[reason]}"
-    if not isinstance(source, config.TalkSource):
+    if not isinstance(source, config.ConversationSource):
         return f"{text}; data.text=FIELD names the field that holds the text"
     if reason == formats.PREFERRED:
         return f"{text}; chat.text=chosen learns the chosen answers, where they are lists of messages"

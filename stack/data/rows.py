@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stack.config.schema import Hub, Source, TalkSource
+from stack.config.schema import ConversationSource, Hub, Source
 from stack.core.errors import BadRow, UserError
 from stack.data import files, lines
 from stack.data.files import File, hold
@@ -29,7 +29,7 @@ Row = tuple[Callable[[], str], Any, Callable[[Any], dict[str, Any] | None]]
 
 def group_of(source: Source) -> str:
     """The configuration group that a source is of, for messages."""
-    return "chat" if isinstance(source, TalkSource) else "data"
+    return "chat" if isinstance(source, ConversationSource) else "data"
 
 
 def folder_of(hub: Hub) -> Path | None:
@@ -151,12 +151,12 @@ def _table_rows(
     """
     import pyarrow
 
-    talk, named = isinstance(source, TalkSource), list(names)
+    talk, named = isinstance(source, ConversationSource), list(names)
     wanted = {source.text, *(FIELDS if talk else ())}
     others = dict.fromkeys((name for name in named if talk and name not in wanted), True)
     number = 0
     for table in tables([name for name in named if name in wanted] or None):
-        other_form = talk and source.text == TalkSource.text and wanted & set(table.column_names)
+        other_form = talk and source.text == ConversationSource.text and wanted & set(table.column_names)
         if source.text not in table.column_names and not other_form:
             way_out = f"give {group_of(source)}.text=…"
             raise UserError(f"{place}: there is no field {source.text!r}; there are {table.column_names}: {way_out}")

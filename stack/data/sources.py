@@ -1,6 +1,6 @@
 """Text in: local files, and through ``datasets`` hub sets, as one stream of documents, and what is held out of it.
 
-A document is a text, or of a :class:`~stack.config.schema.TalkSource` a conversation, in any format of
+A document is a text, or of a :class:`~stack.config.schema.ConversationSource` a conversation, in any format of
 :mod:`stack.data.formats`.
 
 =============================  =================================================================================
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stack.config.schema import Source, TalkSource
+from stack.config.schema import ConversationSource, Source
 from stack.core.errors import BadRow, UserError
 from stack.data import files
 from stack.data.files import File, Found, hold
@@ -85,7 +85,7 @@ def look(source: Source) -> Known:
         content["files"] = [file.identity() for file in seen]
     own_share = {} if source.validation is None else {"validation": source.validation}
     content |= {"text": source.text, "weight": source.weight, "max_mb": source.max_mb} | own_share
-    if isinstance(source, TalkSource):
+    if isinstance(source, ConversationSource):
         content |= {"format": source.format, "reasoning": source.reasoning}
     return Known(content, seen, found.said() if source.hub is None else _linked(found.files))
 
@@ -141,7 +141,7 @@ def documents(
     """
     of = tuple(files.look(path, digest=False) for path in _local(source)[0].files) if known is None else known.files
     limit = None if source.max_mb is None else source.max_mb * 1e6
-    make = _conversation if isinstance(source, TalkSource) else _text
+    make = _conversation if isinstance(source, ConversationSource) else _text
     size = 0
     for row, (place, stored, parse) in enumerate(records(name, source, of)):
         if row < start and limit is None:
@@ -211,7 +211,7 @@ def _text(record: dict[str, Any], source: Source, row: int) -> Document:
     return Document(text, digest, digest, len(data), row)
 
 
-def _conversation(record: dict[str, Any], source: TalkSource, row: int) -> Document:
+def _conversation(record: dict[str, Any], source: ConversationSource, row: int) -> Document:
     record = {name: decoded(value) if isinstance(value, bytes) else value for name, value in record.items()}
     found, passed_over = messages_of(record, source)
     messages, made_of = check(found), record.get(MADE_OF)

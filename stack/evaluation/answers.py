@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from stack.config.schema import Conversations, FineTune, TalkSource
+from stack.config.schema import Conversations, ConversationSource, FineTune
 from stack.core.errors import UserError
 from stack.core.files import read_json, write_json
 from stack.core.ranks import ALONE, Ranks
@@ -134,7 +134,9 @@ def in_form(text: str, headings: tuple[str, ...]) -> bool:
     return True
 
 
-def judge(answers: list[Answer], sources: dict[str, TalkSource], ranks: Ranks = ALONE) -> dict[str, dict[str, float]]:
+def judge(
+    answers: list[Answer], sources: dict[str, ConversationSource], ranks: Ranks = ALONE
+) -> dict[str, dict[str, float]]:
     """By source: ``stopped``, ``exact`` where the source is checked for it, ``form`` where it has headings; shares."""
     table = {}
     for name, source in sorted(sources.items()):
@@ -166,7 +168,7 @@ def lines(table: dict[str, dict[str, float]]) -> list[str]:
     return rows
 
 
-def share(asked: list[Question], ranks: Ranks) -> list[Question]:
+def shard(asked: list[Question], ranks: Ranks) -> list[Question]:
     """This rank's questions: whole conversations, by turns among ranks."""
     if ranks.world == 1:
         return asked

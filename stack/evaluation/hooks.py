@@ -108,7 +108,7 @@ def answered(
     show: Callable[[str], None],
 ) -> dict[str, float]:
     """Held-out conversations answered and judged: ``CHECK_SOURCE``, a share; shown as a table."""
-    asked = answers.share(list(questions), step.ranks)
+    asked = answers.shard(list(questions), step.ranks)
     with step.autocast():
         made = answers.answer(step.model, tokenizer, asked, config.sft.answer_tokens)
     table = answers.judge(made, config.chat.resolved_sources(), step.ranks)

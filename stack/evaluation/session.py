@@ -18,7 +18,7 @@ from stack.text.tokenizer import Tokenizer
 
 
 @dataclass
-class Talk:
+class ChatSession:
     """A conversation with a model.
 
     Where it outgrows the model's context, the oldest turns are dropped, each question with its answer and never the

@@ -23,7 +23,7 @@ def unsynchronized(wrapped: nn.Module, last: bool) -> AbstractContextManager[Non
     return nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
 
 
-def share(windows: np.ndarray, micro_batch: int, ranks: Ranks) -> list[np.ndarray]:
+def shard(windows: np.ndarray, micro_batch: int, ranks: Ranks) -> list[np.ndarray]:
     """The micro-batches of this rank: window numbers of one step, at most ``micro_batch`` in each.
 
     Every rank gets the same number of micro-batches, because every backward pass of the last one is a collective;

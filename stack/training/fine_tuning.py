@@ -28,10 +28,12 @@ from stack.text.tokenizer import Tokenizer
 from stack.training import resuming, run_folder
 from stack.training.optim import Optimizers
 from stack.training.prepare import Materials, identity_of, materials
-from stack.training.run_folder import Start
+from stack.training.run_folder import ResumePoint
 from stack.training.state import State
-from stack.vocabulary import change
 from stack.vocabulary.change import Growth
+from stack.vocabulary.measure import measure
+from stack.vocabulary.migrate import migrate
+from stack.vocabulary.tokens import grow_tokenizer
 
 MEASURED = 64  # conversations on which growth is measured, held-out ones where there are any
 
@@ -55,7 +57,7 @@ def from_base(config: FineTune, base: Base, ranks: Ranks, show: Callable[[str], 
     root, c = Path(config.data_dir), config
 
     def grown() -> tuple[Tokenizer, Growth]:
-        return change.grow_tokenizer(base.tokenizer, base.num_rows, c.sft.tokens, template.TEMPLATE, root)
+        return grow_tokenizer(base.tokenizer, base.num_rows, c.sft.tokens, template.TEMPLATE, root)
 
     def pack_them() -> str:
         if c.train.window > base.model.context:
@@ -75,7 +77,7 @@ def graft(config: FineTune, base: Base, growth: Growth, parts: Parts, show: Call
     keep = config.sft.optimizer == "continue"
     if keep and not base.moments:
         show(f"{base.folder} has no optimizer state: the moments start at zero")
-    weights, moments = change.migrate(growth, base.weights, base.moments if keep else {})
+    weights, moments = migrate(growth, base.weights, base.moments if keep else {})
     new = Decoder(base.model, parts.tokenizer.vocab_size)
     checkpoint.load_weights_into(new, weights)
     try:
@@ -101,7 +103,7 @@ def _measured(base: Base, growth: Growth, new: Decoder, parts: Parts, show: Call
     split, what = parts.packed.split("validation"), "held-out text"
     if not split.num_documents:
         split, what = parts.packed.split("train"), "training text: none is held out"
-    found = change.measure(growth, build(base), new, _plain_texts(split, base, parts.tokenizer))
+    found = measure(growth, build(base), new, _plain_texts(split, base, parts.tokenizer))
     show(growth.summary())
     show(
         f"  KL(base, grown) {found['kl']:.6f} nats, at most log(1 + M/V) = {found['bound']:.6f}; mass on the "
@@ -149,7 +151,7 @@ def _replayed(config: FineTune, base: Base) -> Packed | None:
 # ---------------------------------------------------------------- of a run that goes on
 
 
-def from_checkpoint(config: FineTune, start: Start, ranks: Ranks, show: Callable[[str], None]) -> Parts:
+def from_checkpoint(config: FineTune, start: ResumePoint, ranks: Ranks, show: Callable[[str], None]) -> Parts:
     """The parts of a run that goes on, by its own checkpoint; the base and the conversations may be gone."""
     folder, root = Path(str(start.checkpoint)), Path(config.data_dir)
 

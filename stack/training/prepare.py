@@ -20,7 +20,7 @@ from stack.data.sampling import train_tokenizer
 from stack.text import tokenizer as text
 from stack.text.tokenizer import Tokenizer
 from stack.training import resuming
-from stack.training.run_folder import FRESH, Start
+from stack.training.run_folder import FRESH, ResumePoint
 from stack.vocabulary.classes import classify
 
 
@@ -83,7 +83,7 @@ def identity_of(config: Run, tokenizer: Tokenizer, packed: Packed, replay: Packe
 
 
 def prepare_data(
-    config: Config, ranks: Ranks, show: Callable[[str], None], start: Start = FRESH
+    config: Config, ranks: Ranks, show: Callable[[str], None], start: ResumePoint = FRESH
 ) -> tuple[Tokenizer, Packed]:
     """Tokenizer and packed data, made by rank 0 where they are not there yet, then opened by every rank."""
     folders = [Path(folder) for folder in ranks.on_main(lambda: _folders(config, start, show))]
@@ -97,7 +97,7 @@ def prepare_data(
     return ranks.on_all(opened, SHARED)
 
 
-def _folders(config: Config, start: Start, show: Callable[[str], None]) -> list[str]:
+def _folders(config: Config, start: ResumePoint, show: Callable[[str], None]) -> list[str]:
     """Those of the tokenizer and of the packed data: of a run that goes on, what its checkpoint was trained with."""
     root = Path(config.data_dir)
 

@@ -10,12 +10,12 @@ from stack import checkpoint
 from stack.core.errors import UserError
 from stack.text.tokenizer import Tokenizer
 from stack.training.hooks import Hook
-from stack.training.run_folder import Start
+from stack.training.run_folder import ResumePoint
 from stack.training.state import State
 from stack.training.trainer import Step
 
 
-def check_belongs(start: Start, tokenizer: Tokenizer, identity: dict[str, Any]) -> None:
+def check_belongs(start: ResumePoint, tokenizer: Tokenizer, identity: dict[str, Any]) -> None:
     """Raises :class:`UserError` where the checkpoint has another vocabulary or, not branched from, other data."""
     if start.vocabulary not in (None, tokenizer.digest):
         raise UserError(
@@ -31,7 +31,7 @@ def check_belongs(start: Start, tokenizer: Tokenizer, identity: dict[str, Any]) 
         )
 
 
-def restore(start: Start, steps: int, step: Step, show: Callable[[str], None]) -> dict[str, Any]:
+def restore(start: ResumePoint, steps: int, step: Step, show: Callable[[str], None]) -> dict[str, Any]:
     """Puts back weights and moments of the checkpoint that the run goes on from, where there is one.
 
     Returns:

@@ -12,7 +12,7 @@ from stack.checkpoint import MANIFEST
 from stack.config.schema import Config
 from stack.core.errors import UserError
 from stack.core.files import sha256
-from stack.training.run_folder import Start, same_sources
+from stack.training.run_folder import ResumePoint, same_sources
 
 
 def find_packed(named: str, digest: str | None, checkpoint: Path, root: Path) -> Path | None:
@@ -37,7 +37,7 @@ def _digest(folder: Path) -> str | None:
         return None
 
 
-def packed_of(start: Start, root: Path, pack: Callable[[], Path], show: Callable[[str], None]) -> Path:
+def packed_of(start: ResumePoint, root: Path, pack: Callable[[], Path], show: Callable[[str], None]) -> Path:
     """The packed data that the checkpoint of ``start`` was trained on; where they are gone, what ``pack`` makes.
 
     The caller holds what comes back against the digest.
@@ -60,7 +60,7 @@ def packed_of(start: Start, root: Path, pack: Callable[[], Path], show: Callable
         ) from error
 
 
-def packed_of_parent(start: Start, config: Config, root: Path) -> Path | None:
+def packed_of_parent(start: ResumePoint, config: Config, root: Path) -> Path | None:
     """The packed data that a branch's parent was trained on, where the branch asks for the same; None if gone."""
     parent = Path(str(start.checkpoint))
     if start.packed_folder is None or not same_sources(parent.resolve().parent.parent, config):

@@ -27,7 +27,7 @@ MADE_OF = ("data", "tokenizer")  # settings that decide what pretraining learns 
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where a run goes on; JSON values, so that rank 0 can tell the others."""
 
     checkpoint: str | None = None  # whose weights and moments come first
@@ -55,7 +55,7 @@ class Start:
         return self.checkpoint is not None and not self.branched and (self.begun or self.step > 0)
 
 
-FRESH = Start()  # of a run that begins from nothing
+FRESH = ResumePoint()  # of a run that begins from nothing
 
 
 def folder_of(config: Run) -> Path:
@@ -92,7 +92,7 @@ def _lock(folder: Path, held: ExitStack, show: Callable[[str], None]) -> None:
         )
 
 
-def start_of(folder: Path, config: Run, show: Callable[[str], None], branch: str | None = None) -> Start:
+def start_of(folder: Path, config: Run, show: Callable[[str], None], branch: str | None = None) -> ResumePoint:
     """The checkpoint to go on from: ``resume=``, else the newest good one here, else ``branch``, else none.
 
     Raises:
@@ -111,7 +111,7 @@ def start_of(folder: Path, config: Run, show: Callable[[str], None], branch: str
     manifest = None if path is None else manifest_of(path)
     identity = {} if manifest is None else manifest.identity
     same_length = saved is not None and _given(saved["resolved"]["length"]) == _given(_length(config))
-    return Start(
+    return ResumePoint(
         checkpoint=None if path is None else str(path),
         branched=branched,
         step=0 if manifest is None else manifest.step,
@@ -165,7 +165,7 @@ def _newest(folder: Path, show: Callable[[str], None]) -> Path | None:
     return None
 
 
-def begin(folder: Path, config: Run, start: Start, resolved: dict[str, Any], show: Callable[[str], None]) -> None:
+def begin(folder: Path, config: Run, start: ResumePoint, resolved: dict[str, Any], show: Callable[[str], None]) -> None:
     """The moment before the first step: ``config.yaml`` is written, and what ``resume=`` goes back behind set aside.
 
     ``resolved`` is what was fixed from the settings; ``steps`` is the end.

@@ -158,7 +158,7 @@ class Trainer:
 
 def micro_batches(data: Batches | Mixed, windows: Sequence[int], step: Step) -> list[Batch]:
     """This rank's part of a step's windows, in micro-batches; a window without a target where it has none."""
-    shards = parallel.share(windows, step.config.train.micro_batch, step.ranks)
+    shards = parallel.shard(windows, step.config.train.micro_batch, step.ranks)
     return [data.batch(numbers) if len(numbers) else data.padding() for numbers in shards]
 
 

@@ -15,7 +15,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stack.config.schema import Hub, Source, TalkSource
+from stack.config.schema import ConversationSource, Hub, Source
 from stack.core.errors import UserError
 from stack.data import lines
 from stack.data.sources import Document, documents, expected_bytes, fingerprint, held_out, packs
@@ -310,7 +310,7 @@ def talks(path: Path, rows: list) -> Path:
     return path
 
 
-def read_talks(source: TalkSource, **settings) -> list[Document]:
+def read_talks(source: ConversationSource, **settings) -> list[Document]:
     return list(documents("own", source, **{"on_bad_row": "error", "bad": Counter(), **settings}))
 
 
@@ -322,7 +322,7 @@ def test_conversations_are_read_as_written(tmp_path, kind):
         path = tmp_path / "train.jsonl.gz"
         path.write_bytes(gzip.compress((tmp_path / "train.jsonl").read_bytes()))
     hub = Hub(path=str(tmp_path), streaming=kind == "streamed")
-    source = TalkSource(files=(str(path),)) if kind in ("jsonl", "gz") else TalkSource(hub=hub)
+    source = ConversationSource(files=(str(path),)) if kind in ("jsonl", "gz") else ConversationSource(hub=hub)
     for start in (0, 2):
         found = read_talks(source, start=start)
         assert [(d.content, d.row) for d in found] == list(zip(GOOD, range(5), strict=True))[start:]
@@ -339,7 +339,11 @@ def test_a_table_of_conversations_has_nulls_that_nobody_wrote(tmp_path, kind):
     table = pa.Table.from_pylist(rows)
     assert table["messages"].to_pylist()[0][0]["tool_calls"] is None
     pq.write_table(table, tmp_path / "train.parquet")
-    source = TalkSource(files=(f"{tmp_path}/*",)) if kind == "file" else TalkSource(hub=Hub(path=str(tmp_path)))
+    source = (
+        ConversationSource(files=(f"{tmp_path}/*",))
+        if kind == "file"
+        else ConversationSource(hub=Hub(path=str(tmp_path)))
+    )
     found = read_talks(source)
     expected = [GOOD[0], [USER, {**GOOD[1][1], "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}, *GOOD[1][2:]]]
     assert [d.content for d in found] == [*expected, *GOOD[2:4]]
@@ -354,7 +358,7 @@ def test_a_document_and_its_conversations_are_held_out_together(tmp_path):
         for i, text in enumerate(texts)
         for n in range(2)
     ]
-    found = read_talks(TalkSource(files=(str(talks(tmp_path / "c.jsonl", made)),)))
+    found = read_talks(ConversationSource(files=(str(talks(tmp_path / "c.jsonl", made)),)))
     out = [held_out(document.key, 0.2, 5) for document in read(tmp_path / "t.jsonl")]
     assert [held_out(document.key, 0.2, 5) for document in found] == [held for held in out for _ in range(2)]
     assert 30 < sum(out) < 90 and len({document.digest for document in found}) == 600
@@ -381,7 +385,7 @@ ODD = [
 @pytest.mark.parametrize(("row", "reason"), ODD, ids=[reason for _, reason in ODD])
 def test_an_odd_conversation_is_counted_or_an_error_with_file_and_line(tmp_path, row, reason):
     path = talks(tmp_path / "c.jsonl", [TALKS[0], row, TALKS[0]])
-    source, bad = TalkSource(files=(str(path),)), Counter()
+    source, bad = ConversationSource(files=(str(path),)), Counter()
     assert [(d.content, d.row) for d in read_talks(source, on_bad_row="skip", bad=bad)] == [(GOOD[0], 0), (GOOD[0], 2)]
     assert bad == {reason: 1}
     with pytest.raises(UserError) as error:
@@ -401,16 +405,16 @@ def test_truncated_bytes_in_a_conversation_are_one_bad_row(tmp_path):
     (tmp_path / "c.parquet").write_bytes(content.replace(b"XYZ", b"\xf0\x9f\x99"))
     for name in ("c.jsonl", "c.parquet"):
         bad: Counter[str] = Counter()
-        found = read_talks(TalkSource(files=(f"{tmp_path}/{name}",)), on_bad_row="skip", bad=bad)
+        found = read_talks(ConversationSource(files=(f"{tmp_path}/{name}",)), on_bad_row="skip", bad=bad)
         assert [d.row for d in found] == [0, 2] and bad == {"not UTF-8": 1}
 
 
 def test_messages_of_conversations_name_their_own_flags(tmp_path):
     talks(tmp_path / "train.jsonl", TALKS[:1])
     for source, says in (
-        (TalkSource(files=("none.jsonl",)), r"change chat\.files"),
-        (TalkSource(files=(str(tmp_path / "none"),)), r"change chat\.files"),
-        (TalkSource(hub=Hub(path=str(tmp_path)), text="talk"), r"no field 'talk'; there are .*chat\.text="),
+        (ConversationSource(files=("none.jsonl",)), r"change chat\.files"),
+        (ConversationSource(files=(str(tmp_path / "none"),)), r"change chat\.files"),
+        (ConversationSource(hub=Hub(path=str(tmp_path)), text="talk"), r"no field 'talk'; there are .*chat\.text="),
     ):
         with pytest.raises(UserError, match=says):
             read_talks(source)

@@ -17,7 +17,7 @@ from tiny import sft_settings
 from stack.config import schema as config
 from stack.config.arguments import CONF
 from stack.config.checks import typed
-from stack.config.schema import FineTune, TalkSource
+from stack.config.schema import ConversationSource, FineTune
 from stack.core.errors import UserError
 from stack.data import packing
 from stack.data.packed import Packed
@@ -38,7 +38,7 @@ def read(path: Path, rows: list[dict], **settings: Any) -> list[Document]:
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = TalkSource(files=(str(path),), **settings)
+    source = ConversationSource(files=(str(path),), **settings)
     return list(documents("own", source, on_bad_row="error", bad=Counter()))
 
 
@@ -172,7 +172,7 @@ def test_a_set_of_the_hub_is_read_by_its_columns(tmp_path, monkeypatch, streamin
     talks = [
         {"id": n, "conversations": from_value(("human", f"{n}?"), ("gpt", "yes")), "tools": "[]"} for n in range(3)
     ]
-    source = TalkSource(hub=config.Hub(path=str(tmp_path / "set"), streaming=streaming))
+    source = ConversationSource(hub=config.Hub(path=str(tmp_path / "set"), streaming=streaming))
     (tmp_path / "set").mkdir()
     pq.write_table(pa.Table.from_pylist(talks), tmp_path / "set/train.parquet")
     found = list(documents("own", source, on_bad_row="error", bad=Counter()))
@@ -202,7 +202,9 @@ def test_a_format_can_be_asked_for(tmp_path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             read(tmp_path / "a.jsonl", [both], **settings)
-    prints = [fingerprint(TalkSource(files=(f"{tmp_path}/a.jsonl",), format=kind)) for kind in ("auto", "prompt")]
+    prints = [
+        fingerprint(ConversationSource(files=(f"{tmp_path}/a.jsonl",), format=kind)) for kind in ("auto", "prompt")
+    ]
     assert prints[0] != prints[1]
 
 

@@ -38,7 +38,7 @@ def data_of(sources: dict[str, config.Source], **changed) -> config.Data:
 def talk_of(path: Path, rows: list[dict], **changed) -> config.Conversations:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = COMMON | {"name": "talk", "text": "messages", "validation": 0.1, "too_long": "cut"} | changed
-    return config.Conversations(sources={"c": config.TalkSource(files=(str(path),))}, **given)
+    return config.Conversations(sources={"c": config.ConversationSource(files=(str(path),))}, **given)
 
 
 def text_file(path: Path, text: str, **changed) -> config.Source:

@@ -464,7 +464,7 @@ def conversations_of(count: int, seed: int) -> list[dict]:
     return found
 
 
-def chat_of(sources: dict[str, config.TalkSource], **changed) -> config.Conversations:
+def chat_of(sources: dict[str, config.ConversationSource], **changed) -> config.Conversations:
     given = COMMON | {"name": "talk", "text": "messages", "shard_mb": 0.01, "too_long": "cut"}
     return config.Conversations(sources=sources, **(given | changed))
 
@@ -479,8 +479,12 @@ def talked(tmp_path_factory):
     """Two sources of conversations, one of weight 1.5, and a tokenizer with chat tokens."""
     folder = tmp_path_factory.mktemp("talked")
     sources = {
-        "one": config.TalkSource(files=(write_talks(folder / "one.jsonl", conversations_of(150, 1)),), weight=1.5),
-        "two": config.TalkSource(files=(write_talks(folder / "two.jsonl", conversations_of(90, 2)),), validation=0.4),
+        "one": config.ConversationSource(
+            files=(write_talks(folder / "one.jsonl", conversations_of(150, 1)),), weight=1.5
+        ),
+        "two": config.ConversationSource(
+            files=(write_talks(folder / "two.jsonl", conversations_of(90, 2)),), validation=0.4
+        ),
     }
     return chat_of(sources), talk.tokenizer_in(folder)
 
@@ -629,7 +633,7 @@ def test_thirteen_tokens_at_window_ten(talked, tmp_path, too_long):
     def packed_at(window: int, rows: int) -> Packed:
         texts = [[{"role": "user", "content": chr(65 + n)}, exchange[1]] for n in range(26)]
         made = [{"messages": text} for text in texts] + [{"messages": [*text, *exchange]} for text in texts[:rows]]
-        source = config.TalkSource(files=(write_talks(tmp_path / "c.jsonl", made),))
+        source = config.ConversationSource(files=(write_talks(tmp_path / "c.jsonl", made),))
         data = chat_of({"c": source}, too_long=too_long)
         return packing.pack(data, words, tmp_path, lambda line: None, window=window)
 
@@ -652,7 +656,7 @@ def test_big_chat_ids(tmp_path):
         {"messages": [{"role": "user", "content": f"{chr(65_529)}{n}"}, {"role": "assistant", "content": "b"}]}
         for n in range(30)
     ]
-    data = chat_of({"big": config.TalkSource(files=(write_talks(tmp_path / "c.jsonl", rows),))})
+    data = chat_of({"big": config.ConversationSource(files=(write_talks(tmp_path / "c.jsonl", rows),))})
     words = Wide(65_540)
     result = packing.pack(data, words, tmp_path, lambda line: None, window=WINDOW)
     assert result.manifest["dtype"] == "uint32"
@@ -666,7 +670,7 @@ def test_big_chat_ids(tmp_path):
 def test_short_split_of_conversations(talked, tmp_path):
     """Too long ones alone, or bad ones alone, are no split; the message counts them and names chat's own flags."""
     long = [{"messages": [{"role": "user", "content": "the sea " * 99}, {"role": "assistant", "content": "b"}]}] * 9
-    data = chat_of({"long": config.TalkSource(files=(write_talks(tmp_path / "c.jsonl", long),))})
+    data = chat_of({"long": config.ConversationSource(files=(write_talks(tmp_path / "c.jsonl", long),))})
     with pytest.raises(UserError, match=r'"too_long": 9.*chat\.validation=0\.2'):
         packing.pack(data, talked[1], tmp_path, lambda line: None, window=WINDOW)
 

@@ -1,5 +1,6 @@
 """The decoder against ``transformers``' Qwen3 and Llama, plain references for what they lack, and laws 4 and 10."""
 
+import functools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,13 @@ import torch
 import torch.nn.functional as F
 import yaml
 from hugging_face import same_shape
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from stack.config import schema as config
 from stack.config.arguments import CONF
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder, Loss
+from stack.model.embedding import OUTPUT, row_parameters_of
 
 SMALL = config.Model(3, 48, 4, 2, 16, 80, 128, 10000.0, 1e-6, True, 0.1, False, None, False)
 ROWS = 96
@@ -246,3 +249,29 @@ def test_compiled_blocks_equal_uncompiled_ones():
     for (name, a), b in zip(model.named_parameters(), compiled.parameters(), strict=True):
         assert (a.grad - b.grad).norm() <= 1e-5 * a.grad.norm(), name
     assert model.state_dict().keys() == compiled.state_dict().keys()
+
+
+def test_a_block_is_computed_by_its_forward():
+    """What wraps modules (FSDP2, activation checkpointing) hooks their forward; recomputed, the bits are the same."""
+    model, ids = Decoder(SMALL, ROWS, seed=1), torch.randint(0, ROWS, (2, 128))
+    inputs, calls = (ids, *alone(ids), ids.roll(-1, 1), Loss("fused", 50)), []
+    handles = [block.register_forward_hook(lambda *_: calls.append(1)) for block in model.model.layers]
+    model(*inputs).backward()
+    assert len(calls) == SMALL.layers
+    for handle in handles:
+        handle.remove()
+    kept = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for block in model.model.layers:
+        block.forward = functools.partial(recomputed, block.forward, use_reentrant=False)
+    model(*inputs).backward()
+    assert all(torch.equal(p.grad, kept[name]) for name, p in model.named_parameters())
+
+
+def test_the_table_names_what_has_rows():
+    model = Decoder(SMALL, ROWS)
+    (rows,) = model.row_parameters()
+    assert rows.role == "both" and rows.tensor is model.state_dict(keep_vars=True)[rows.name]
+    assert [(row.name, row.role) for row in row_parameters_of(model.state_dict())] == [(rows.name, "both")]
+    untied = model.state_dict() | {OUTPUT: rows.tensor.detach() + 1}
+    assert [(row.name, row.role) for row in row_parameters_of(untied)] == [(rows.name, "input"), (OUTPUT, "output")]

@@ -16,7 +16,7 @@ import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stack.observe import rows_audit as audit
+from stack.observe import audit
 from stack.observe.page import facts, memory, page, record, rows
 
 EVIL = "</p></script><img src=x onerror=alert(1)><script>alert(2)</script>&lt;b&gt; {{ 7 * 7 }} <!-- ]]>"

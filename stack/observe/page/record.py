@@ -21,7 +21,7 @@ from stack.checkpoint import Manifest
 from stack.core.errors import UserError
 from stack.model.embedding import INPUT
 from stack.model.huggingface import WEIGHTS
-from stack.observe import rows_audit as audit
+from stack.observe import audit
 from stack.text.tokenizer import quoted
 from stack.training import run_folder
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from stack.observe.audit import SHOWN
 from stack.observe.page import pictures
 from stack.observe.page.parts import Picture, Section, Table, add, curve, finite, number, over, table_of, union
 from stack.observe.page.pictures import Histogram, Line
 from stack.observe.page.record import AuditRow, Record
-from stack.observe.rows_audit import SHOWN
 from stack.vocabulary.classes import CLASSES  # each has its colour
 
 AT_ONCE = 15  # rows of the audit that are shown before more are asked for
