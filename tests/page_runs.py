@@ -88,3 +88,6 @@ def full(count: int = 60, texts: tuple[str, ...] = ("the cat sat",)) -> list[dic
     looks = [look(step) for step in range(10, count + 1, 10)]
     rows = [*steps(count), *looks, validation(count // 2, texts), validation(count, texts)]
     return sorted(rows, key=lambda row: row["step"])
+
+
+EVIL = "</p></script><img src=x onerror=alert(1)><script>alert(2)</script>&lt;b&gt; {{ 7 * 7 }} <!-- ]]>"

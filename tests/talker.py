@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 from talk import CONTROL
 
-from stack import checkpoint
+from stack import chat, checkpoint
 from stack.config import schema as config
 from stack.evaluation.generate import generate
 from stack.model.decoder import Decoder
@@ -54,3 +57,21 @@ def expected(model: Decoder, words: Tokenizer, prompt: list[int], tokens: int) -
     """The likeliest answer to the ids of a prompt, without the stop."""
     (ids,) = generate(model, [prompt], tokens=tokens, stops=words.stops, banned=words.unsampled)
     return words.decode(ids[:-1] if ids[-1] in words.stops else ids)
+
+
+TOKENS = 24
+
+
+def one_shot(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of the command, in this process."""
+    given = ["stack.chat", f"tokens={TOKENS}", "device=cpu", "precision=float32", *arguments]
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace") for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(sys, "argv", given)
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", err)
+        chat.main()
+    for stream in (out, err):
+        stream.flush()
+    return stop.value.code, out.buffer.getvalue().decode(), err.buffer.getvalue().decode()

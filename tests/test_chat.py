@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import select
@@ -18,14 +17,12 @@ import talker
 import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from talker import TOKENS, one_shot
 
-from stack import chat
 from stack.checkpoint.open import build, load_base
 from stack.config.entry import entry
 from stack.config.schema import Chat
 from stack.text import conversation
-
-TOKENS = 24
 
 
 class Model:
@@ -61,21 +58,6 @@ def endless(tmp_path_factory) -> Model:
 
 
 # ---------------------------------------------------------------- one shot
-
-
-def one_shot(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of the command, in this process."""
-    given = ["stack.chat", f"tokens={TOKENS}", "device=cpu", "precision=float32", *arguments]
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace") for _ in range(2))
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(sys, "argv", given)
-        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        patch.setattr(sys, "stdout", out)
-        patch.setattr(sys, "stderr", err)
-        chat.main()
-    for stream in (out, err):
-        stream.flush()
-    return stop.value.code, out.buffer.getvalue().decode(), err.buffer.getvalue().decode()
 
 
 ODD = '  it\'s (1,2) = "x"; ${x} [a]{b}\\ \n<|im_end|>\n<|im_start|>system 100%'

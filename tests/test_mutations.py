@@ -29,12 +29,12 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]
 
 
-TRAINER, BATCHES, LOSS = "tests/test_trainer.py", "tests/data/test_batches.py", "tests/model/test_loss.py"
-DECODER, ATTENTION = "tests/model/test_transformer.py", "tests/model/test_attention.py"
-TOKENIZER, RUN = "tests/test_tokenizer.py", "tests/test_run_folder.py"
-CHECKPOINT, EVALUATE = "tests/test_checkpoint.py", "tests/test_evaluate.py"
-VOCABULARY, CONVERSATION = "tests/test_vocabulary.py", "tests/test_conversation.py"
-ROWS = "tests/test_rows.py"
+TRAINER, BATCHES, LOSS = "tests/training/test_trainer.py", "tests/data/test_batches.py", "tests/model/test_loss.py"
+DECODER, ATTENTION = "tests/model/test_decoder.py", "tests/model/test_attention.py"
+TOKENIZER, RUN = "tests/text/test_tokenizer.py", "tests/training/test_run_folder.py"
+CHECKPOINT, EVALUATE = "tests/checkpoint/test_checkpoint.py", "tests/evaluation/test_validation.py"
+VOCABULARY, CONVERSATION = "tests/vocabulary/test_growth.py", "tests/text/test_conversation.py"
+ROWS = "tests/observe/test_table.py"
 
 MUTANTS = [
     Mutant(
@@ -53,7 +53,7 @@ MUTANTS = [
         "1", "forget that DDP averages", "stack/training/trainer.py",
         "(total * (self.ranks.world / count)).backward()",
         "(total / count).backward()",
-        ("tests/test_distributed.py",),
+        ("tests/parallel/test_distributed.py",),
     ),
     Mutant(
         "1", "shift a label", "stack/data/batches.py",

@@ -38,6 +38,7 @@ from stack.evaluation.validation import Validation
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder
 from stack.observe.table import Rows
+from stack.tracking import wandb_run
 from stack.tracking.metrics import MEASURED
 from stack.tracking.terminal import Display
 from stack.training.hooks import Hook, Moment
@@ -352,3 +353,24 @@ def run(c: Config) -> int:
 def segments(batch: Batch) -> Segments:
     """Of a batch on the CPU."""
     return Segments(batch.lengths, batch.ids.shape[1], torch.device("cpu"))
+
+
+def together(count: int, work: Callable[..., object], *args: object, folder: Path) -> list[Job]:
+    """``work`` on every rank, to the end."""
+    jobs = [
+        Job(work, *args, log=folder / f"rank{i}.log", env=environment) for i, environment in enumerate(ranks_of(count))
+    ]
+    for job in jobs:
+        job.wait()
+    return jobs
+
+
+def without_a_key(root: str, module: str, arguments: list[str], *, init_s: float | None = None) -> None:
+    """An entry point on a machine where nobody has logged in; ``init_s``: how long a host has to answer."""
+    given = {name: value for name in ("WANDB_API_KEY", "WANDB_BASE_URL") if (value := os.environ.get(f"OUR_{name}"))}
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        del os.environ[name]
+    os.environ |= given | {"NETRC": f"{root}/none", "WANDB_CONFIG_DIR": f"{root}/none"}
+    if init_s is not None:
+        wandb_run.INIT_S = init_s
+    command(arguments, module)

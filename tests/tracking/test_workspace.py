@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_wandb_run as runs
 import tiny
 from hydra import compose, initialize_config_dir
 from wandb_workspaces.workspaces import Workspace, internal
@@ -73,14 +72,14 @@ def test_it_is_equal_each_time_and_read_back_whole() -> None:
 def test_without_a_key_it_is_written_and_an_online_mode_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "below/dashboard.json"
     command = ("stack.dashboard", [f"file={file}", "track.project=mine"])
-    job = tiny.Job(runs.without_a_key, str(tmp_path), *command, log=tmp_path / "log")
+    job = tiny.Job(tiny.without_a_key, str(tmp_path), *command, log=tmp_path / "log")
     assert job.wait() == 0, job.output()
     assert re.fullmatch(rf"offline, as there is no key for \S+: the workspace is written to {file}\n", job.output())
     assert list(panels(json.loads(file.read_text()))) == SECTIONS
     assert json.loads(file.read_text())["project"] == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["below", "log"]
     command = ("stack.dashboard", [f"file={tmp_path}/none.json", "track.mode=online"])
-    job = tiny.Job(runs.without_a_key, str(tmp_path), *command, log=tmp_path / "online")
+    job = tiny.Job(tiny.without_a_key, str(tmp_path), *command, log=tmp_path / "online")
     assert job.wait() == 2 and job.output().startswith("error: track.mode=online, but there is no key for")
     assert not (tmp_path / "none.json").exists()
 

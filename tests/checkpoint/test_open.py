@@ -13,7 +13,7 @@ import pytest
 import torch
 from hugging_face import same_shape
 from safetensors.torch import load_file, save_file
-from test_vocabulary import words_of
+from talk import words_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stack import checkpoint

@@ -30,17 +30,6 @@ KEY = "k" * 40
 SECTIONS = {"train", "eval", "memory", "throughput", "optim", "time", "samples"}
 
 
-def without_a_key(root: str, module: str, arguments: list[str], *, init_s: float | None = None) -> None:
-    """An entry point on a machine where nobody has logged in; ``init_s``: how long a host has to answer."""
-    given = {name: value for name in ("WANDB_API_KEY", "WANDB_BASE_URL") if (value := os.environ.get(f"OUR_{name}"))}
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        del os.environ[name]
-    os.environ |= given | {"NETRC": f"{root}/none", "WANDB_CONFIG_DIR": f"{root}/none"}
-    if init_s is not None:
-        wandb_run.INIT_S = init_s
-    tiny.command(arguments, module)
-
-
 def start(root: Path, *more: str, name: str, module: str = "stack.train", init_s: float | None = None, **env: str):
     arguments = (tiny.settings if module == "stack.train" else tiny.sft_settings)(root, f"name={name}", *more)
     given = {f"OUR_{key}": value for key, value in env.items()}
@@ -48,7 +37,7 @@ def start(root: Path, *more: str, name: str, module: str = "stack.train", init_s
 
 
 def _start(root: str, module: str, arguments: list[str], init_s: float | None) -> None:
-    without_a_key(root, module, arguments, init_s=init_s)
+    tiny.without_a_key(root, module, arguments, init_s=init_s)
 
 
 def inspect(run: Path) -> list[dict[str, Any]]:
@@ -179,7 +168,7 @@ def _at_a_terminal(terminal: str, root: str, arguments: list[str]) -> None:
     device = os.open(terminal, os.O_RDWR)  # the first one that a session opens is its terminal
     for number in (0, 1, 2):
         os.dup2(device, number)
-    without_a_key(root, "stack.train", arguments)
+    tiny.without_a_key(root, "stack.train", arguments)
 
 
 def test_at_a_terminal_nothing_is_asked(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +21,8 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_run_folder import prove_resume
-from test_trainer import Spy, assert_close, norm_of, reference, rows, snapshot
+from steps import Spy, assert_close, norm_of, reference, rows, snapshot
+from tiny import together
 
 from stack.core.errors import EchoError, UserError
 from stack.core.ranks import Ranks, ranks
@@ -39,17 +38,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.packed(tmp_path_factory.mktemp("ranks"))
 
 
-def together(count: int, work: Callable[..., object], *args: object, folder: Path) -> list[tiny.Job]:
-    """``work`` on every rank, to the end."""
-    jobs = [
-        tiny.Job(work, *args, log=folder / f"rank{i}.log", env=environment)
-        for i, environment in enumerate(tiny.ranks_of(count))
-    ]
-    for job in jobs:
-        job.wait()
-    return jobs
-
-
 # What each rank holds: 5 and 1 supervised tokens; one rank empty; a rank with two micro-batches of which one is
 # masked; all masked.
 CASES: dict[str, list[list[int]]] = {
@@ -60,6 +48,7 @@ CASES: dict[str, list[list[int]]] = {
     "all masked": [[0], [0]],
 }
 
+prove_resume = tiny.script("prove_resume")
 ODD = "model.layers=3"  # matrices of one shape that two ranks cannot share evenly
 
 
@@ -344,7 +333,7 @@ def test_ranks_of_one_machine_meet_at_its_own_address(tmp_path: Path) -> None:
     assert [job.wait() for job in jobs] == [0, 0], jobs[0].output()
     saved = yaml.safe_load((tmp_path / "runs/tiny/config.yaml").read_text())["resolved"]["command"]
     assert "torchrun --local-addr=127.0.0.1 --nproc-per-node=2 -m stack.train" in saved
-    started = (Path(__file__).parents[1] / "scripts/quickstart.sh").read_text()
+    started = (Path(__file__).parents[2] / "scripts/quickstart.sh").read_text()
     assert re.findall(r"bin/torchrun \S+", started) == ["bin/torchrun --local-addr=127.0.0.1"]
 
 

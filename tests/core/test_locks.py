@@ -52,7 +52,7 @@ def holder(lock: Path, library: Path | None = None, error: int = errno.ENOLCK) -
     """A process that takes the lock, says who had it, and gives it back at a line feed."""
     env = dict(os.environ) if library is None else {**os.environ, "LD_PRELOAD": str(library), "NO_FLOCK": str(error)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
-    return subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], cwd=Path(__file__).parents[1], **pipes)
+    return subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], cwd=Path(__file__).parents[2], **pipes)
 
 
 def end(process: subprocess.Popen) -> list[str]:

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from test_distributed import together
-from test_trainer import grouped, rows, snapshot
+from steps import grouped, rows, snapshot
+from tiny import together
 
 from stack import checkpoint
 from stack.core.ranks import Ranks, ranks

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from talk import CONTROL
-from test_chat import one_shot
+from talker import one_shot
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,

@@ -13,18 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from talk import words_of
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from stack import checkpoint
 from stack.config import schema as config
 from stack.core.errors import UserError
-from stack.core.files import write_json
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder, Loss
 from stack.model.embedding import INPUT
 from stack.text import tokenizer
-from stack.text.bpe import fit, hugging_face_settings
 from stack.text.tokenizer import END_OF_TEXT, END_OF_TURN, START_OF_TURN, Tokenizer
 from stack.training.optim import Optimizers
 from stack.vocabulary.change import Growth
@@ -42,24 +41,6 @@ OPTIM = config.Optim(
     kind="muon", lr=0.01, matrix_lr=0.01, beta1=0.9, beta2=0.95, eps=1e-10, weight_decay=0.1, table_decay=0.01,
     momentum=0.9, momentum_start=0.8, momentum_warmup=3, ns_steps=5,
 )  # fmt: skip
-
-
-def noise(count: int = 40) -> list[str]:
-    """Words of random letters, with more merges than any test asks for."""
-    draw = random.Random(0)
-    return ["".join(draw.choices("abcdefgh ", k=200)) for _ in range(count)]
-
-
-def words_of(folder: Path, entries: int, *, padded: bool = True) -> Tokenizer:
-    """A tokenizer of so many entries, with reserved tokens up to a multiple of 64 or without."""
-    folder.mkdir()
-    inner = fit(noise(), entries)
-    content = json.loads(inner.to_str())
-    if not padded:
-        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < entries]
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    write_json(folder / "tokenizer_config.json", hugging_face_settings())
-    return tokenizer.load(folder)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from stack.config.schema import Conversations, ConversationSource, HubFlags
 from stack.core.ranks import Ranks
 from stack.data.sources import held_out
 from stack.evaluation import answers
-from stack.evaluation.answers import Answer, Question, in_form, judge, questions, share
+from stack.evaluation.answers import Answer, Question, in_form, judge, questions, shard
 from stack.model.decoder import Decoder
 from stack.text.tokenizer import Tokenizer
 
@@ -62,7 +62,7 @@ def test_what_is_asked_is_held_out_and_every_turn_is_asked(chat: Conversations, 
 
 def test_ranks_ask_every_conversation_once_and_whole(chat: Conversations, words: Tokenizer) -> None:
     asked = questions(chat, words, 11, 256)
-    parts = [share(asked, Ranks(rank, 3)) for rank in range(3)]
+    parts = [shard(asked, Ranks(rank, 3)) for rank in range(3)]
     assert sorted(map(hash, (q for part in parts for q in part))) == sorted(map(hash, asked))
     numbers = [{q.conversation for q in part} for part in parts]
     assert sum(map(len, numbers)) == len(set.union(*numbers)) == 11

@@ -18,7 +18,7 @@ import pytest
 import talker
 import tiny
 import torch
-from test_chat import TOKENS, one_shot
+from talker import TOKENS, one_shot
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.utils import logging as their_logging
 

@@ -286,7 +286,7 @@ sys.stdout.write(fit(json.load(open(sys.argv[1])), 640).to_str())
 def test_training_gives_equal_bytes_on_any_number_of_threads_and_in_any_order(tmp_path):
     texts = noise(300)
     (tmp_path / "texts.json").write_text(json.dumps(texts))
-    environment = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", ONE_THREAD, str(tmp_path / "texts.json")]
     alone = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert fit(texts, 640).to_str() == alone

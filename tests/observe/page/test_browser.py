@@ -11,12 +11,12 @@ from pathlib import Path
 
 import page_runs
 import pytest
+from page_runs import EVIL
 from playwright.sync_api import BrowserContext, Page
-from test_page import EVIL
 
 from stack.observe.page import page
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 import look_at_page
 
 VIEWS = [(width, scheme) for width in (380, 820, 1400) for scheme in ("light", "dark")]
