@@ -360,8 +360,8 @@ def together(count: int, work: Callable[..., object], *args: object, folder: Pat
     jobs = [
         Job(work, *args, log=folder / f"rank{i}.log", env=environment) for i, environment in enumerate(ranks_of(count))
     ]
-    for job in jobs:
-        job.wait()
+    for one in jobs:
+        one.wait()
     return jobs
 
 

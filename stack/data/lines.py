@@ -1,7 +1,8 @@
 """The content of a file of text: decompressed as far as its frames say, and parted into lines or JSON values.
 
-The readers of the standard library take a compressed file's tail that they cannot read for its end, and that of
-``zstandard`` takes any end. Here every frame must end, and behind a frame stands another one or nothing.
+The readers of the standard library take a compressed file's tail that they cannot read for its end. That of
+``zstandard``, and so ``fsspec``'s, takes any end: of half a file of 20,000 rows it gave 6,294 without a word. Here
+every frame must end, and behind a frame stands another one or nothing.
 """
 
 from __future__ import annotations

@@ -121,7 +121,9 @@ def test_the_text_is_that_of_the_template(theirs, record, prompt):
 )
 @settings(max_examples=80, deadline=None)
 def test_the_ids_are_those_of_transformers(words, theirs, record, prompt):
-    """Where no content begins with white space; none of these spells a control token."""
+    """Where no content begins with white space, and none spells a control token."""
+    # hypothesis also draws texts that stand in the program, and these are among them.
+    assume(not any(token in json.dumps(record, ensure_ascii=False) for token in words.control))
     messages = check(record)
     assume(not any(message["content"][:1].isspace() for message in messages))
     ids, supervised = encode(words, messages, prompt)
