@@ -1,7 +1,6 @@
 """A run from its start to its end: what the doors to training share.
 
-A door makes what is learnt from (:class:`stack.training.prepare.Materials`); all else, and the hooks that look on, is
-here.
+A door prepares the materials (:class:`stack.training.prepare.Materials`); all else is here, the hooks too.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from stack.evaluation.samples import continuations
 from stack.model.decoder import Decoder
 from stack.observe import audit, memory
 from stack.observe.page import page
-from stack.observe.table import Rows
+from stack.observe.table import TableSnapshots
 from stack.tracking.hooks import Progress, Write
 from stack.tracking.metrics import Metrics
 from stack.tracking.terminal import Display
@@ -271,7 +270,7 @@ def hooks_of(
     validate = Validate(step, made.held_out, made.num_bytes, made.classes, ask, display.show, display.wait)
     progress = Progress(step, display, tracker, validate.described)
     looking = [
-        Rows(step.model.table, step.optimizers, made.classes, own, c.diagnostics.rows_every, begun.steps),
+        TableSnapshots(step.model.table, step.optimizers, made.classes, own, c.diagnostics.rows_every, begun.steps),
         validate,
         Sample(step, lambda: continuations(step.model, made.tokenizer, c.sample, c.seed), display.show),
         Write(tracker),

@@ -219,8 +219,8 @@ MUTANTS = [
     ),
     Mutant(
         "6", "fewer rows than the base", "stack/vocabulary/change.py",
-        "-(-max(num_rows, words.vocab_size + len(added))",
-        "-(-max(0, words.vocab_size + len(added))",
+        "-(-max(num_rows, tokenizer.vocab_size + len(added))",
+        "-(-max(0, tokenizer.vocab_size + len(added))",
         (VOCABULARY,),
     ),
     Mutant(

@@ -37,7 +37,7 @@ from stack.evaluation.hooks import Validate
 from stack.evaluation.validation import Validation
 from stack.model.attention import Segments
 from stack.model.decoder import Decoder
-from stack.observe.table import Rows
+from stack.observe.table import TableSnapshots
 from stack.tracking import wandb_run
 from stack.tracking.metrics import MEASURED
 from stack.tracking.terminal import Display
@@ -126,7 +126,7 @@ class Bench:
         self.optimizers, self.loss, self.wrapped = self.take.optimizers, self.take.loss, self.take.wrapped
         self.state = State()
         every, end = c.diagnostics.rows_every, c.train.steps or 0
-        self.rows = Rows(self.model.table, self.optimizers, made.classes, self.ranks, every, end)
+        self.rows = TableSnapshots(self.model.table, self.optimizers, made.classes, self.ranks, every, end)
 
     def step(self, number: int, batches: list[Batch], factor: float) -> StepResult:
         """One step, looked at where that is due."""

@@ -52,7 +52,7 @@ class Mark(Enum):
     MAY_CHANGE = "it may differ between two starts of a run"
 
 
-# Who computes and how it is shown, when something is looked at, and a later end. Anything else would make a run that no
+# Who computes and how it is shown, when something is measured, and a later end. Anything else would make a run that no
 # single configuration describes. Of a group it holds for all in it.
 MayChange = Annotated[T, Mark.MAY_CHANGE]
 

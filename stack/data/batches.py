@@ -18,7 +18,7 @@ from stack.core.errors import UserError
 from stack.data.packed import Split
 from stack.data.placement import permutation, plan_windows
 
-IGNORED = -100  # the target of a position that is not learnt from
+IGNORED = -100  # the target of a position that is not supervised
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Windows:
 
 
 class Batches(Windows):
-    """The windows of a training split in the order in which they are learnt.
+    """The windows of a training split in the order in which they are trained on.
 
     Epoch after epoch visits every window once, each epoch in its own seeded order; step s takes the next
     ``global_batch`` windows of that endless order, which ``end`` (windows) cuts: the last batch may be smaller.
@@ -140,7 +140,7 @@ class Mixed:
     """Batches of which a fixed share are windows of a second split, as :class:`Batches` has them.
 
     Of the first n windows floor(n * share) are replayed ones, exactly; so a step has the floor or one more of its
-    share. Each of the two is learnt in its own order, epoch after epoch. Window numbers from
+    share. Each of the two comes in its own order, epoch after epoch. Window numbers from
     ``first.num_windows`` on are the replayed ones', over and over.
 
     Args:

@@ -34,7 +34,7 @@ class Encoded(NamedTuple):
     """The ids of a text or of a conversation, without the ``<|endoftext|>`` in front."""
 
     ids: np.ndarray  # uint16 or uint32 [n]
-    supervised: np.ndarray | None = None  # of a conversation: uint8 [n], 1 where an id is learnt
+    supervised: np.ndarray | None = None  # of a conversation: uint8 [n], 1 where an id is supervised
     left_out: int = 0  # ids of a conversation that were too many for a window; all of them where nothing is left
 
 

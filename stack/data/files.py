@@ -49,7 +49,7 @@ class Changed(UserError):
 
 @dataclass
 class File:
-    """A file as it was when it was looked at."""
+    """A file at the moment of its snapshot."""
 
     path: Path
     size: int  # bytes
@@ -89,7 +89,7 @@ class File:
 _WAY_OUT = "start again when nobody writes to it, or copy it and give the copy)"
 
 
-def look(path: Path, *, digest: bool = True) -> File:
+def snapshot(path: Path, *, digest: bool = True) -> File:
     """The file as it is, with its SHA-256 if that is wanted; UserError where it cannot be read, or only once."""
     state = _state(path)
     size, sha256 = _digest(path) if digest else (state[2], None)

@@ -8,7 +8,7 @@
 =============  ====================================================================================================
 
 The fields of a row tell its format. ``system`` and ``tools`` may stand beside each. Whether the messages are good, and
-what of them is learnt, is said by :func:`stack.text.messages.check`.
+what of them is supervised, is said by :func:`stack.text.messages.check`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def messages_of(record: Mapping[str, Any], source: ConversationSource) -> tuple[
 
     Names are those of fields, ``messages[].NAME`` for an unknown one of a message, and that of the field for reasoning
     that ``source.reasoning`` drops, once a turn. BadRow with the reason where no format is found, or where a field says
-    what cannot be learnt from here.
+    what cannot be learned from here.
     """
     given = {name: value for name, value in record.items() if value is not None and value not in ("", [], {})}
     used = {MADE_OF}
@@ -117,7 +117,7 @@ def _paired(given: dict[str, Any], source: ConversationSource, used: set[str]) -
         used.add(extra)
         question = f"{question}\n{given[extra]}"
     before = _history(given.get(HISTORY), used)
-    if isinstance(question, list):  # its answers are read and not learnt, as in TRL
+    if isinstance(question, list):  # its answers are read and not supervised, as in TRL
         before += [{"weight": 0} | item if isinstance(item, dict) else item for item in question]
     else:
         before.append({"role": "user", "content": question})
@@ -145,7 +145,7 @@ def _unknown(record: Mapping[str, Any], given: dict[str, Any], source: Conversat
 
 
 def _refuse(given: dict[str, Any], used: set[str]) -> None:
-    """BadRow where a field says that an answer is not to be learnt, or not from these messages alone."""
+    """BadRow where a field says that an answer is not to be learned, or not from these messages alone."""
     shown = next((name for name in NOT_SHOWN if name in given), None)
     if shown is not None:
         raise BadRow(f"{shown}, which no prompt would show")

@@ -34,7 +34,7 @@ class Damaged(ValueError):
 def content(file: File) -> Iterator[bytes]:
     """The bytes of a file, decompressed, in parts of about a megabyte.
 
-    :class:`Damaged` where a frame does not end; UserError where it is not what it was when it was looked at.
+    :class:`Damaged` where a frame does not end; UserError where it is not what it was when its snapshot was taken.
     """
     packing = files.kind(file.path)[1]
     hashed, size = hashlib.sha256(), 0

@@ -41,7 +41,7 @@ class Split:
 
     @property
     def num_targets(self) -> int:
-        """Targets of one epoch; of conversations those that are learnt."""
+        """Targets of one epoch; of conversations the supervised ones."""
         return int(self.lengths.sum()) if self.num_supervised is None else self.num_supervised
 
     @cached_property
@@ -55,7 +55,7 @@ class Split:
         return self._part(self._shards, start, count)
 
     def supervised(self, start: int, count: int) -> np.ndarray | None:
-        """For each of those ids 1 where it is learnt as a target, uint8 [count]; None where every id is."""
+        """For each of those ids 1 where it is supervised, uint8 [count]; None where every id is."""
         return self._part(self._masks, start, count) if self._masks else None
 
     def _part(self, arrays: tuple[np.ndarray, ...], start: int, count: int) -> np.ndarray:

@@ -52,7 +52,7 @@ def pack(
     assert (window is not None) == isinstance(data, config.Conversations), (
         "conversations, and they alone, have a window"
     )
-    known = {name: corpus.look(source) for name, source in data.resolved_sources().items()}
+    known = {name: corpus.snapshot(source) for name, source in data.resolved_sources().items()}
     inputs = {
         "format": FORMAT,
         "vocabulary": tokenizer.digest,

@@ -24,7 +24,7 @@ _ESTIMATE_AFTER = 2 * MB  # bytes of text read; before, the speed is that of sta
 
 
 def example(document: Document, name: str, tokenizer: Tokenizer, room: int = 600) -> str:
-    """A conversation as it is learnt, in about ``room`` characters: how it begins and how it ends."""
+    """A conversation as it is packed, in about ``room`` characters: how it begins and how it ends."""
     ids, supervised = conversation.encode(tokenizer, document.content)
     text = conversation.coloured(tokenizer, ids, supervised, marks=True).plain.rstrip("\n")
     text = text if len(text) <= room else f"{text[: room // 2]} … {text[-room // 2 :]}"

@@ -14,7 +14,7 @@ from stack.config import schema as config
 from stack.core.errors import UserError
 from stack.core.files import create_folder, read_json, short_digest, write_json
 from stack.data.holding_out import rule_of
-from stack.data.sources import Known, documents, look, uniform
+from stack.data.sources import Known, documents, snapshot, uniform
 from stack.text import tokenizer
 from stack.text.bpe import PATTERN, fit, hugging_face_settings
 from stack.text.portions import portions
@@ -33,7 +33,7 @@ def train_tokenizer(settings: config.Tokenizer, data: config.Data, root: Path, s
     """
     if settings.folder is not None:
         return _padded(tokenizer.load(settings.folder))
-    known = {name: look(source) for name, source in data.resolved_sources().items()}
+    known = {name: snapshot(source) for name, source in data.resolved_sources().items()}
     inputs = _inputs(settings, data, known)
     folder = _folder(root, settings, inputs)
     if data.validation and _saw_all(folder):

@@ -59,7 +59,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Known:
-    """A source as it was when it was looked at."""
+    """A source at the moment of its snapshot."""
 
     fingerprint: dict[str, Any]  # what identifies its text: digests of its files, or name and revision of the hub set
     files: tuple[File, ...]  # none of a hub set that is not here
@@ -70,13 +70,13 @@ class Known:
         hold(self.files)
 
 
-def look(source: Source) -> Known:
+def snapshot(source: Source) -> Known:
     """The source as it is; UserError where a file cannot be found or read.
 
     A file's identity is its name, size and digest; not its folder, so that a corpus may be moved.
     """
     found, here = _local(source)
-    seen = tuple(map(files.look, found.files))
+    seen = tuple(map(files.snapshot, found.files))
     content: dict[str, Any] = {}
     if source.hub is not None:
         hub = source.hub
@@ -100,8 +100,8 @@ def _linked(paths: list[Path]) -> str | None:
 
 
 def fingerprint(source: Source) -> dict[str, Any]:
-    """What identifies the text of a source, as :func:`look` has it."""
-    return look(source).fingerprint
+    """What identifies the text of a source, as :func:`snapshot` has it."""
+    return snapshot(source).fingerprint
 
 
 def _local(source: Source) -> tuple[Found, bool]:
@@ -139,7 +139,7 @@ def documents(
     UserError too where something cannot be found or read, where a file is cut, and where one is not what it was when
     ``known`` was made (or, without it, when reading began); ``name`` is the source's, for these messages.
     """
-    of = tuple(files.look(path, digest=False) for path in _local(source)[0].files) if known is None else known.files
+    of = tuple(files.snapshot(path, digest=False) for path in _local(source)[0].files) if known is None else known.files
     limit = None if source.max_mb is None else source.max_mb * 1e6
     make = _conversation if isinstance(source, ConversationSource) else _text
     size = 0

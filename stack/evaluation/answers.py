@@ -1,6 +1,6 @@
 """Held-out conversations answered and judged: does the model stop by itself, is the answer right, is its form.
 
-Every assistant turn that is learnt, but a greeting, is a question of its own, with the true turns before it. A
+Every supervised assistant turn, but a greeting, is a question of its own, with the true turns before it. A
 conversation is right when all of its turns are.
 """
 
@@ -55,7 +55,7 @@ class Answer:
 
 
 def of_run(
-    folder: Path, c: FineTune, words: Tokenizer, context: int, show: Callable[[str], None], *, kept: bool
+    folder: Path, c: FineTune, tokenizer: Tokenizer, context: int, show: Callable[[str], None], *, kept: bool
 ) -> list[dict[str, Any]]:
     """The questions of the run in ``folder`` as JSON values; ``kept``: those that lie there from its beginning on.
 
@@ -68,7 +68,7 @@ def of_run(
     if kept and path.is_file() and (found := read_json(path))["each"] == each:
         return found["questions"]
     try:
-        asked = [asdict(question) for question in questions(c.chat, words, each, context)]
+        asked = [asdict(question) for question in questions(c.chat, tokenizer, each, context)]
     except UserError as error:
         show(f"no held-out conversation is answered: {error}")
         return []
@@ -76,7 +76,7 @@ def of_run(
     return asked
 
 
-def questions(chat: Conversations, words: Tokenizer, each: int, context: int) -> list[Question]:
+def questions(chat: Conversations, tokenizer: Tokenizer, each: int, context: int) -> list[Question]:
     """The turns of the first ``each`` held-out conversations of every source that fit into ``context``, in order."""
     found = []
     rule = rule_of(chat)
@@ -87,38 +87,38 @@ def questions(chat: Conversations, words: Tokenizer, each: int, context: int) ->
                 break
             ((_, held_out),) = rule.parts(source, document)  # a conversation is never cut
             if held_out:
-                found += _turns(name, taken, document.content, words, context)
+                found += _turns(name, taken, document.content, tokenizer, context)
                 taken += 1
     return found
 
 
-def _turns(source: str, number: int, messages: list, words: Tokenizer, context: int) -> list[Question]:
+def _turns(source: str, number: int, messages: list, tokenizer: Tokenizer, context: int) -> list[Question]:
     turns, asked = [], False
     for place, message in enumerate(messages):
         asked = asked or message["role"] == "user"
         if message["role"] != "assistant" or message.get("weight") == 0 or not asked:  # a greeting answers nothing
             continue
-        prompt, _ = conversation.encode(words, messages[:place], generation_prompt=True)
-        ids, supervised = conversation.encode(words, messages[: place + 1])
-        turn = [i for i, learnt in zip(ids[len(prompt) :], supervised[len(prompt) :], strict=True) if learnt]
+        prompt, _ = conversation.encode(tokenizer, messages[:place], generation_prompt=True)
+        ids, supervised = conversation.encode(tokenizer, messages[: place + 1])
+        turn = [i for i, own in zip(ids[len(prompt) :], supervised[len(prompt) :], strict=True) if own]
         if len(prompt) + len(turn) <= context:
             before = messages[place - 1]["content"] or ""
-            turns.append(Question(source, number, tuple(prompt), before, words.decode(turn[:-1])))
+            turns.append(Question(source, number, tuple(prompt), before, tokenizer.decode(turn[:-1])))
     return turns
 
 
-def answer(model: Decoder, words: Tokenizer, asked: list[Question], tokens: int) -> list[Answer]:
+def answer(model: Decoder, tokenizer: Tokenizer, asked: list[Question], tokens: int) -> list[Answer]:
     """The likeliest answer to each question, in the order of the questions."""
     found: dict[int, Answer] = {}
     order = sorted(range(len(asked)), key=lambda i: len(asked[i].prompt))
     for start in range(0, len(order), BATCH):
         some = order[start : start + BATCH]
         prompts = [asked[i].prompt for i in some]
-        made = generate(model, prompts, tokens=tokens, stops=words.stops, banned=words.unsampled)
+        made = generate(model, prompts, tokens=tokens, stops=tokenizer.stops, banned=tokenizer.unsampled)
         for i, ids in zip(some, made, strict=True):
-            stopped = bool(ids) and ids[-1] == words.end_of_turn
-            ended = bool(ids) and ids[-1] in words.stops
-            found[i] = Answer(asked[i], words.decode(ids[:-1] if ended else ids), stopped)
+            stopped = bool(ids) and ids[-1] == tokenizer.end_of_turn
+            ended = bool(ids) and ids[-1] in tokenizer.stops
+            found[i] = Answer(asked[i], tokenizer.decode(ids[:-1] if ended else ids), stopped)
     return [found[i] for i in range(len(asked))]
 
 

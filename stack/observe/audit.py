@@ -54,10 +54,10 @@ def audit(
         UserError: the folder cannot be opened, holds values that are not finite, or gives no row to measure against.
     """
     tables = load_tables(checkpoint, runs_dir, show)
-    words, rows = tables.tokenizer, len(tables.table)
+    tokenizer, rows = tables.tokenizer, len(tables.table)
     _check_finite(tables)
     head = tables.table if tables.head is None else tables.head
-    groups = _chosen(unused, rows) if unused else known_unused(words, head)
+    groups = _chosen(unused, rows) if unused else known_unused(tokenizer, head)
     if not groups and tables.head is None:
         raise UserError(
             f"{tables.folder}: the vocabulary names no token that is known to be unused, and the head of this model is "
@@ -68,7 +68,7 @@ def audit(
     order, of_groups = ranking.argsort(stable=True), set().union(*groups.values())
     listed = order if known else order[[i not in of_groups for i in order.tolist()]]
     if counts is not None:
-        seen = occurrences.in_folder(Path(counts), words, rows)
+        seen = occurrences.in_folder(Path(counts), tokenizer, rows)
     elif tables.manifest is not None:
         seen = occurrences.in_history(tables.folder, tables.manifest, rows, show)
     else:
@@ -76,7 +76,7 @@ def audit(
     return {
         "checkpoint": str(tables.folder),
         "step": None if tables.manifest is None else tables.manifest.step,
-        "vocabulary_digest": words.digest,
+        "vocabulary_digest": tokenizer.digest,
         "rows": rows,
         "width": tables.table.shape[1],
         "tied": tables.head is None,
@@ -100,7 +100,7 @@ def _check_finite(tables: Tables) -> None:
 # ---------------------------------------------------------------- rows that are known to be unused
 
 
-def known_unused(words: Tokenizer, head: Tensor) -> dict[str, list[int]]:
+def known_unused(tokenizer: Tokenizer, head: Tensor) -> dict[str, list[int]]:
     """Rows that no text can have trained, by the vocabulary alone and never by occurrences, as the paper takes them.
 
     They are reserved tokens with rows that have no token, and the bytes that no UTF-8 text holds. Where a vocabulary
@@ -109,15 +109,15 @@ def known_unused(words: Tokenizer, head: Tensor) -> dict[str, list[int]]:
     Returns:
         Ids by what they are, each group with at least one; nothing where there is nothing of all this.
     """
-    tokens = range(words.vocab_size)
-    roles = {words.end_of_text, words.pad, *words.stops, words.control.get(START_OF_TURN)}
-    reserved = [i for i in tokens if _category(words, i) == "reserved"]
+    tokens = range(tokenizer.vocab_size)
+    roles = {tokenizer.end_of_text, tokenizer.pad, *tokenizer.stops, tokenizer.control.get(START_OF_TURN)}
+    reserved = [i for i in tokens if _category(tokenizer, i) == "reserved"]
     certain = {
-        "reserved tokens": [*reserved, *range(words.vocab_size, len(head))],
-        "bytes of no text": [i for i in tokens if _is_no_text(words, i)],
+        "reserved tokens": [*reserved, *range(tokenizer.vocab_size, len(head))],
+        "bytes of no text": [i for i in tokens if _is_no_text(tokenizer, i)],
     }
     suspected = {
-        "control tokens without a role": [i for i in tokens if _category(words, i) == "control" and i not in roles]
+        "control tokens without a role": [i for i in tokens if _category(tokenizer, i) == "control" and i not in roles]
     }
     return _with_direction(certain, head) or _with_direction(suspected, head)
 
@@ -134,8 +134,8 @@ def _chosen(unused: Sequence[int], rows: int) -> dict[str, list[int]]:
     return {"given": list(unused)}
 
 
-def _is_no_text(words: Tokenizer, index: int) -> bool:
-    data = words.bytes_of(index)
+def _is_no_text(tokenizer: Tokenizer, index: int) -> bool:
+    data = tokenizer.bytes_of(index)
     return len(data) == 1 and data[0] in NO_TEXT
 
 
@@ -159,21 +159,21 @@ def _judged(seen: Occurrences, order: Tensor) -> dict[str, Any]:
 def _listed(
     tables: Tables, indicators: dict[str, Tensor], ids: Tensor, unused: set[int], seen: Occurrences | None
 ) -> list[dict[str, Any]]:
-    words = tables.tokenizer
+    tokenizer = tables.tokenizer
     norms = undertrained.norms(tables.table[ids]).tolist()
     near, cosines = (found.tolist() for found in undertrained.nearest(tables.table, ids, NEAREST))
     return [
         {
             "id": i,
-            "text": _text(words, i),
-            "category": _category(words, i),
+            "text": _text(tokenizer, i),
+            "category": _category(tokenizer, i),
             "known_unused": i in unused,
             "occurrences": None if seen is None else int(seen.counts[i]),
             "met": None if seen is None or seen.met is None else round(float(seen.met[i]), 2),
             "norm": norms[place],
             **{name: values[i].item() for name, values in indicators.items()},
             "nearest": [
-                {"id": other, "text": _text(words, other), "cosine": cosine}
+                {"id": other, "text": _text(tokenizer, other), "cosine": cosine}
                 for other, cosine in zip(near[place], cosines[place], strict=True)
             ],
         }
@@ -181,16 +181,16 @@ def _listed(
     ]
 
 
-def _category(words: Tokenizer, index: int) -> str:
+def _category(tokenizer: Tokenizer, index: int) -> str:
     """``control``, ``reserved``, ``byte``, ``ordinary``, or ``no token`` for a row that has none."""
-    if index >= words.vocab_size:
+    if index >= tokenizer.vocab_size:
         return "no token"
-    token = words.id_to_token(index)
-    if token in words.control:
-        return "reserved" if index in words.reserved or RESERVED.search(token) else "control"
-    return "byte" if len(words.bytes_of(index)) == 1 else "ordinary"
+    token = tokenizer.id_to_token(index)
+    if token in tokenizer.control:
+        return "reserved" if index in tokenizer.reserved or RESERVED.search(token) else "control"
+    return "byte" if len(tokenizer.bytes_of(index)) == 1 else "ordinary"
 
 
-def _text(words: Tokenizer, index: int) -> str | None:
+def _text(tokenizer: Tokenizer, index: int) -> str | None:
     """The token in printable characters; None for a row that has none."""
-    return readable(words.bytes_of(index)) if index < words.vocab_size else None
+    return readable(tokenizer.bytes_of(index)) if index < tokenizer.vocab_size else None

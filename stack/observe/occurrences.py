@@ -25,9 +25,9 @@ class Occurrences:
     met: np.ndarray | None  # float64 [rows]: the counts times the epochs; None where these are not known
 
 
-def in_folder(folder: Path, words: Tokenizer, rows: int) -> Occurrences:
+def in_folder(folder: Path, tokenizer: Tokenizer, rows: int) -> Occurrences:
     """In a packed folder; UserError where its ids are those of another vocabulary."""
-    return Occurrences([str(folder)], _filled(open_packed(folder, words), rows), None)
+    return Occurrences([str(folder)], _filled(open_packed(folder, tokenizer), rows), None)
 
 
 def in_history(folder: Path, manifest: Manifest, rows: int, show: Callable[[str], Any]) -> Occurrences | None:
@@ -43,12 +43,12 @@ def in_history(folder: Path, manifest: Manifest, rows: int, show: Callable[[str]
         while here is not None:
             packed, before = _packed_of(*here), _parent_of(*here)
             goes_on = before is not None and here[1].identity.get("branch") is not None  # so does its count of tokens
-            learnt = _tokens(here[0]) - (_tokens(before[0]) if goes_on else 0)
+            trained_on = _tokens(here[0]) - (_tokens(before[0]) if goes_on else 0)
             own = _filled(packed, rows)
             if packed.digest not in found:
                 counts += own
                 found[packed.digest] = packed
-            met += own * (learnt / packed.split("train").num_targets)
+            met += own * (trained_on / packed.split("train").num_targets)
             here = before
     except UserError as error:
         show(f"occurrences are not known: {error}")
@@ -92,5 +92,5 @@ def _beside(folder: Path, named: str) -> Path:
 
 
 def _tokens(folder: Path) -> int:
-    """Targets that were learnt up to a checkpoint."""
+    """Targets that were trained on up to a checkpoint."""
     return int(read_json(folder / STATE)["tokens"])

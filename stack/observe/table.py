@@ -2,13 +2,13 @@
 
 The table is embedding and head at once, so its gradient is the sum of two: of the input path, where a row that was
 read is pulled by what its token did in the model, and of the output path, where every row is pulled at every position
-by ``p - onehot``. On the steps that are looked at the first is summed apart in a hook on the rows that were read; the
-second is the rest. A step that is looked at changes weights and moments bit for bit as any other does.
+by ``p - onehot``. At a snapshot the first is summed apart in a hook on the rows that were read; the
+second is the rest. A step with a snapshot changes weights and moments bit for bit as any other does.
 
 Everything is of the whole global batch: equal for any accumulation and number of ranks, up to rounding.
 
-A look becomes one row of ``metrics.jsonl``. Its keys are ``rows/WHAT``, or ``rows/WHAT_STATISTIC`` over all rows and
-``rows/WHAT_STATISTIC_CLASS`` over those of a class. Statistics are over what is finite, six digits of each.
+A snapshot becomes one row of ``metrics.jsonl``. Its keys are ``rows/WHAT``, or ``rows/WHAT_STATISTIC`` over all rows
+and ``rows/WHAT_STATISTIC_CLASS`` over those of a class. Statistics are over what is finite, six digits of each.
 
 =====================  ==============================================================================================
 ``norm``               of each row: min, p05, p25, p50, p75, p95, max
@@ -28,7 +28,7 @@ A look becomes one row of ``metrics.jsonl``. Its keys are ``rows/WHAT``, or ``ro
 ``mass_CLASS``         mean probability that the model gives to the rows of a class, over the supervised positions
 ``count_CLASS``        rows in it
 ``never_updated``      rows with all moments zero
-``never_input``        rows that no window that was learnt from has had as an input so far in the run
+``never_input``        rows that were no input so far in the run, in windows with a target
 ``…_nonfinite``        rows for which WHAT is not finite; absent where there is none
 ``…_histogram``        of ``norm`` and of log10 of ``grad_output``: ``{"edges": […], "counts": […], "nonfinite": n}``
 =====================  ==============================================================================================
@@ -62,7 +62,7 @@ QUANTILES: dict[str, Statistic] = {
 SUMMARY: dict[str, Statistic] = {"mean": np.mean, "p50": np.median, "max": np.max}
 
 
-class Rows(Hook):
+class TableSnapshots(Hook):
     """Looks at a table while it is trained.
 
     Args:
@@ -70,7 +70,7 @@ class Rows(Hook):
         optimizers: have its moments.
         classes: as :func:`stack.vocabulary.classes.classify` gives them; None: all rows are one class.
         ranks: this process among others; every one calls all methods at the same steps.
-        every: steps between two looks; 0: none.
+        every: steps between two snapshots; 0: none.
         steps: the end of the run, after which there is one more.
     """
 
@@ -88,7 +88,7 @@ class Rows(Hook):
     # --------------------------------------------------------------------------------------------- in a step
 
     def before_step(self, step: int) -> None:
-        """Before the first forward pass of ``step`` (0 … steps - 1): looks on from here, where it is due."""
+        """Observes the table from here on, where a snapshot is due at ``step`` (0 … steps - 1)."""
         weight = self.table.weight
         self.due = bool(self.every) and ((step + 1) % self.every == 0 or step + 1 == self.steps)
         self._per_row = {}
@@ -114,7 +114,7 @@ class Rows(Hook):
     def gradient_paths(self) -> tuple[Tensor, Tensor]:
         """The gradient of the table by the input path and by the output path, ``[V, d]`` each; a collective.
 
-        To be called once, after the last backward pass of a step that is looked at and before clipping. Their sum is
+        To be called once, after the last backward pass of a step with a snapshot and before clipping. Their sum is
         the gradient of the whole global batch.
         """
         into = self.ranks.add(self._input)
@@ -123,7 +123,7 @@ class Rows(Hook):
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """What is known before clipping and the update, where the step is looked at."""
+        """What is known before clipping and the update, where a snapshot is due."""
         self.table.observer = None
         if not self.due:
             return
@@ -134,14 +134,14 @@ class Rows(Hook):
 
     @torch.no_grad()
     def after_step(self, moment: Moment) -> dict[str, Any]:
-        """The look of this step, where one is due; what it learnt from counts as input in any case."""
+        """The snapshot of this step, where one is due; the inputs of a step that was taken are noted in any case."""
         if moment.result.taken:
             self._after_update()
             self.saw(moment.batches)
         return self.figures()
 
     def _after_update(self) -> None:
-        """What is known after the update, where the step is looked at."""
+        """What is known after the update, where a snapshot is due."""
         if self.due:
             before = self._input.norm(dim=1)
             self._per_row["update_ratio"] = self._input.sub_(self.table.weight).norm(dim=1) / before
@@ -149,11 +149,11 @@ class Rows(Hook):
     # ---------------------------------------------------------------------------------------------- the inputs
 
     def saw(self, batches: Iterable[Batch]) -> None:
-        """Notes the inputs of the windows of a step that are learnt from."""
+        """Notes the inputs of a step's windows with a target."""
         for batch in batches:
-            learnt = (batch.targets != IGNORED).any(1, keepdim=True)
+            supervised = (batch.targets != IGNORED).any(1, keepdim=True)
             inside = torch.arange(batch.ids.shape[1]) < torch.tensor([sum(row) for row in batch.lengths])[:, None]
-            self._seen[batch.ids[learnt & inside]] = True
+            self._seen[batch.ids[supervised & inside]] = True
 
     def state(self) -> dict[str, Any]:
         """The rows that were an input so far on any rank: a bit each, in hex; a collective."""
@@ -174,7 +174,7 @@ class Rows(Hook):
 
     @torch.no_grad()
     def figures(self) -> dict[str, Any]:
-        """The look of this step under the keys that the module names, on rank 0; nothing where none was due.
+        """The snapshot of this step under the keys that the module names, on rank 0; nothing where none was due.
 
         A collective where one was. Forgets what it has given.
         """
@@ -260,5 +260,5 @@ def histogram(values: np.ndarray) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    """A float at six digits: float32 has hardly more, and a look is a long row."""
+    """A float at six digits: float32 has hardly more, and a snapshot is a long row."""
     return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -26,7 +26,7 @@ HOW_TO_CALL = (
 # What transformers renders with: chat_template of tokenizer_config.json. It says what `segments` of
 # stack.text.conversation says, and a test holds the two together. Nothing is stripped, and arguments that are a string
 # already stand as they are, as in Qwen3's.
-# Between the generation tags stands what is learnt. Renderers that do not know them remove them in this very spelling.
+# Between the generation tags stands what is supervised. Renderers without them remove them in this very spelling.
 TEMPLATE = (
     r"""
 {{- bos_token -}}

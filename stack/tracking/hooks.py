@@ -31,7 +31,7 @@ class Progress(Hook):
     def __init__(self, step: Step, display: Display, tracker: Tracker | None, described: Callable[[], str]):
         self.step, self.display, self.tracker, self.described = step, display, tracker, described
         self.begun = time.perf_counter()
-        self.steps = self.tokens = 0  # taken, and learnt from, since then
+        self.steps = self.tokens = 0  # since then, of steps that were taken
         self.losses: deque[float] = deque(maxlen=LATEST)  # of the latest steps that were taken
         self.memory = machine.memory_figures(step.device)  # after the latest step, before anything else
 

@@ -1,6 +1,6 @@
 """What a run that goes on learns from: the packed data that its checkpoint names, found wherever they lie now.
 
-Neither the text nor the conversations that they were made of are looked at, so these may be gone, moved or changed.
+Neither the text nor the conversations that they were made of are read, so these may be gone, moved or changed.
 """
 
 from __future__ import annotations

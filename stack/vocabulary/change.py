@@ -75,34 +75,34 @@ def _ranges(ids: Iterable[int]) -> list[list[int]]:
     return [[run[0][1], run[-1][1]] for run in runs]
 
 
-def plan_growth(words: Tokenizer, num_rows: int, tokens: Sequence[str]) -> Growth:
+def plan_growth(tokenizer: Tokenizer, num_rows: int, tokens: Sequence[str]) -> Growth:
     """Which id each missing token takes, and what fills the table up."""
-    assert num_rows >= words.vocab_size, "a token without a row"
-    _check_tokens(words, tokens)
-    names = {index: text for text, index in words.control.items()}
-    missing = [text for text in tokens if text not in words.control]
-    renamed = [(index, names[index], text) for index, text in zip(words.reserved, missing, strict=False)]
-    added = list(enumerate(missing[len(renamed) :], words.vocab_size))
+    assert num_rows >= tokenizer.vocab_size, "a token without a row"
+    _check_tokens(tokenizer, tokens)
+    names = {index: text for text, index in tokenizer.control.items()}
+    missing = [text for text in tokens if text not in tokenizer.control]
+    renamed = [(index, names[index], text) for index, text in zip(tokenizer.reserved, missing, strict=False)]
+    added = list(enumerate(missing[len(renamed) :], tokenizer.vocab_size))
     taken = {index for index, _ in added}
-    new_rows = -(-max(num_rows, words.vocab_size + len(added)) // MULTIPLE) * MULTIPLE
-    numbers = [int(found[1]) for found in map(RESERVED_TEXT.fullmatch, words.control) if found]
-    free, first = words.vocab_size + len(added), max(numbers, default=-1) + 1
+    new_rows = -(-max(num_rows, tokenizer.vocab_size + len(added)) // MULTIPLE) * MULTIPLE
+    numbers = [int(found[1]) for found in map(RESERVED_TEXT.fullmatch, tokenizer.control) if found]
+    free, first = tokenizer.vocab_size + len(added), max(numbers, default=-1) + 1
     added += [(index, RESERVED.format(first + i)) for i, index in enumerate(range(free, new_rows))]
-    dead = set(words.reserved)
+    dead = set(tokenizer.reserved)
     initialized = {index for index, _, _ in renamed} | taken | set(range(num_rows, new_rows))
     return Growth(
-        old_vocabulary=words.digest,
+        old_vocabulary=tokenizer.digest,
         new_vocabulary="",  # known when it is made
         old_rows=num_rows,
         new_rows=new_rows,
         renamed=tuple(renamed),
         added=tuple(added),
-        live=tuple(index for index in range(words.vocab_size) if index not in dead),
+        live=tuple(index for index in range(tokenizer.vocab_size) if index not in dead),
         initialized=tuple(sorted(initialized)),
     )
 
 
-def _check_tokens(words: Tokenizer, tokens: Sequence[str]) -> None:
+def _check_tokens(tokenizer: Tokenizer, tokens: Sequence[str]) -> None:
     """UserError unless each can be a control token."""
     for text in tokens:
         reason = ""
@@ -112,7 +112,7 @@ def _check_tokens(words: Tokenizer, tokens: Sequence[str]) -> None:
             reason = "is named twice"
         elif RESERVED_TEXT.fullmatch(text):
             reason = "is the text of a reserved token, which is never sampled"
-        elif text not in words.control and words.token_to_id(text) is not None:
-            reason = f"is a plain token of {words.folder}, so text could spell it"
+        elif text not in tokenizer.control and tokenizer.token_to_id(text) is not None:
+            reason = f"is a plain token of {tokenizer.folder}, so text could spell it"
         if reason:
             raise UserError(f"sft.tokens: {text!r} {reason}; give another text")

@@ -18,7 +18,7 @@ from stack.core.errors import UserError
 from stack.data import packing, sampling
 from stack.data.files import Changed, find
 from stack.data.sampling import train_tokenizer
-from stack.data.sources import documents, expected_bytes, fingerprint, look
+from stack.data.sources import documents, expected_bytes, fingerprint, snapshot
 
 TEXTS = [f"document {number} " + "of some words " * (number % 5) for number in range(40)]
 
@@ -31,7 +31,7 @@ def write(path: Path, texts: list[str] = TEXTS) -> Path:
 
 def read(*files: Path | str) -> list[str]:
     source = Source(files=tuple(map(str, files)))
-    return [d.text for d in documents("own", source, on_bad_row="error", bad=Counter(), known=look(source))]
+    return [d.text for d in documents("own", source, on_bad_row="error", bad=Counter(), known=snapshot(source))]
 
 
 def names(*patterns: str) -> list[str]:
@@ -267,7 +267,7 @@ def test_a_file_that_changed_since_its_digest_is_an_error(here, change, when, ki
     source = Source(files=(str(path),)) if kind == "files" else Source(hub=Hub(path=str(path.parent)))
     if when == "early":  # the rest of the file is not read
         source = Source(files=source.files, hub=source.hub, max_mb=0.0001)
-    known = look(source)
+    known = snapshot(source)
     with pytest.raises(UserError, match=r"train\.jsonl.*changed|train\.jsonl cannot be read: No such file"):
         if when == "before":
             change(path)
@@ -282,7 +282,7 @@ def test_a_table_or_a_compressed_file_that_changed_is_not_called_damaged(here, c
     (here / "t.txt.gz").write_bytes(gzip.compress(b"document 39", compresslevel=0))
     for name in ("t.parquet", "t.txt.gz"):
         source = Source(files=(name,))
-        known = look(source)
+        known = snapshot(source)
         change(here / name)
         with pytest.raises(Changed, match=r"SHA-256 [0-9a-f]{64}, and then it had .* start again when nobody writes"):
             list(documents("own", source, on_bad_row="skip", bad=Counter(), known=known))
@@ -290,7 +290,7 @@ def test_a_table_or_a_compressed_file_that_changed_is_not_called_damaged(here, c
 
 def test_a_row_that_a_change_tore_is_not_called_bad(here):
     source = Source(files=(str(write(here / "t.jsonl", ["x" * 100] * 50_000)),))
-    known = look(source)
+    known = snapshot(source)
     with pytest.raises(Changed, match=r"t\.jsonl changed"):
         for document in documents("own", source, on_bad_row="error", bad=Counter(), known=known):
             if document.row == 0:
@@ -301,7 +301,7 @@ def test_a_new_time_mode_or_link_is_no_change(here):
     path = write(here / "t.jsonl")
     source = Source(files=("t.jsonl",))
     found = []
-    for document in documents("own", source, on_bad_row="error", bad=Counter(), known=look(source)):
+    for document in documents("own", source, on_bad_row="error", bad=Counter(), known=snapshot(source)):
         found.append(document.text)
         if document.row == 0:
             os.utime(path)
@@ -405,7 +405,7 @@ def test_a_data_set_folder_that_the_library_takes_for_a_pattern_is_refused(here,
     write(here / "xzy/train.jsonl", ["neighbour"])
     write(here / name / "train.jsonl", ["own"])
     with pytest.raises(UserError, match=r"data\.hub\.path=.*cannot read from a folder with .*data\.files="):
-        look(Source(hub=Hub(path=name)))
+        snapshot(Source(hub=Hub(path=name)))
     assert read(name) == ["own"]
 
 
@@ -413,10 +413,12 @@ def test_a_data_set_folder_with_a_loop_is_read_once(here):
     write(here / "set/train.jsonl")
     os.symlink(".", "set/loop")
     source = Source(hub=Hub(path="set"))
-    known = look(source)
+    known = snapshot(source)
     assert len(known.files) == 1 and known.said is None
     os.link("set/train.jsonl", "set/test.jsonl")
-    assert look(source).said.startswith("1 of the names in this folder are links to another")  # it may be another split
+    assert snapshot(source).said.startswith(
+        "1 of the names in this folder are links to another"
+    )  # it may be another split
     assert [d.text for d in documents("hub", source, on_bad_row="error", bad=Counter())] == TEXTS
 
 
@@ -426,6 +428,6 @@ def test_a_data_set_folder_is_read_as_it_is_now(here, streaming):
     source = Source(hub=Hub(path="set", streaming=streaming))
     for text in ("one", "two"):
         os.utime(write(here / "set/train.jsonl", [text]), (1e9, 1e9))
-        for known in (look(source), None):
+        for known in (snapshot(source), None):
             found = documents("hub", source, on_bad_row="error", bad=Counter(), known=known)
             assert [d.text for d in found] == [text]

@@ -16,7 +16,7 @@ import zstandard
 from stack.config.schema import Hub, Source
 from stack.core.errors import UserError
 from stack.data import lines
-from stack.data.sources import documents, look
+from stack.data.sources import documents, snapshot
 
 COMPRESS = {
     ".gz": gzip.compress,
@@ -34,7 +34,7 @@ def json_lines(texts: list[str]) -> bytes:
 
 def read(path: Path) -> list[str]:
     source, bad = Source(files=(str(path),)), Counter()
-    found = [d.text for d in documents("own", source, on_bad_row="skip", bad=bad, known=look(source))]
+    found = [d.text for d in documents("own", source, on_bad_row="skip", bad=bad, known=snapshot(source))]
     assert not bad
     return found
 

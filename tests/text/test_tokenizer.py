@@ -19,7 +19,7 @@ from stack.config import schema as config
 from stack.core.errors import UserError
 from stack.data import sampling
 from stack.data.sampling import train_tokenizer
-from stack.data.sources import held_out, look
+from stack.data.sources import held_out, snapshot
 from stack.text import portions, tokenizer
 from stack.text.bpe import PATTERN, fit
 from stack.text.tokenizer import END_OF_TEXT, PAD, Tokenizer, byte_characters, load
@@ -300,7 +300,7 @@ def test_the_sample_is_capped_spread_by_weight_and_free_of_what_is_held_out(tmp_
         for name, weight in {"a": 1.0, "b": 3.0, "c": 0.0}.items()
     }
     data = data_of(sources)
-    known = {name: look(source) for name, source in sources.items()}
+    known = {name: snapshot(source) for name, source in sources.items()}
     sample, measured = sampling._sample(settings_of(320, sample_mb=0.08), data, known, print)
     assert 0.079e6 < sum(map(len, sample)) <= 0.08e6
     counts = {name: sum(text.startswith(name) for text in sample) for name in texts}
