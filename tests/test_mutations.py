@@ -164,8 +164,8 @@ MUTANTS = [
         (RUN,),
     ),
     Mutant(
-        "8", "an alphabet of the text alone", "stack/text/tokenizer.py",
-        "initial_alphabet=_byte_characters(),",
+        "8", "an alphabet of the text alone", "stack/text/bpe.py",
+        "initial_alphabet=byte_characters(),",
         "initial_alphabet=[],",
         (TOKENIZER,),
     ),
