@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +17,19 @@ from stack.model.decoder import Decoder
 from stack.text import conversation
 from stack.text.messages import Message
 from stack.text.tokenizer import Tokenizer
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A Ctrl-C that comes meanwhile takes effect afterwards."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 @dataclass
@@ -56,8 +71,9 @@ class ChatSession:
         self.turns += [] if self.completes else [Message(role="user", content=text), reply]
         with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             for piece in stream(self.model, self.tokenizer, prompt, tokens=c.tokens, sampling=drawing):
-                reply["content"] += piece
-                show(piece)
+                with _uninterrupted():  # what was shown is what is remembered
+                    reply["content"] += piece
+                    show(piece)
 
     def _prompt(self, text: str) -> list[int]:
         """The ids of the conversation with a new message, or of a text to be continued."""

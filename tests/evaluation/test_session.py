@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,21 @@ def test_a_stopped_answer_is_remembered_as_far_as_it_was_shown(base, model) -> N
         t.answer("the cat sat", show)
     assert t.turns == [turn("user", "the cat sat"), turn("assistant", "".join(shown))]
     assert whole.startswith("".join(shown)) and len(whole) > len("".join(shown))
+
+
+def test_ctrl_c_within_a_piece_waits_for_its_end(base, model) -> None:
+    """What was shown is what is remembered, wherever the signal comes."""
+    shown: list[str] = []
+    t = talk(base, model, tokens=40)
+
+    def show(piece: str) -> None:
+        if len(shown) == 2:
+            signal.raise_signal(signal.SIGINT)
+        shown.append(piece)
+
+    with pytest.raises(KeyboardInterrupt):
+        t.answer("the cat sat", show)
+    assert len(shown) == 3 and t.turns[-1] == turn("assistant", "".join(shown))
 
 
 def test_sampling_and_bf16_reach_the_model(base, model) -> None:
