@@ -46,7 +46,7 @@ AT_A_TIME = 8 * PORTION  # characters that the library encodes together, in some
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A vocabulary with its roles. Made by :func:`load` and :func:`train` only."""
+    """A vocabulary with its roles. Made by :func:`load` only."""
 
     folder: Path
     vocab_size: int  # the number of ids; of ours it is the number of the table's rows, a multiple of 64
