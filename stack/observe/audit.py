@@ -18,7 +18,8 @@ from stack.checkpoint.open import Tables, load_tables
 from stack.core.errors import UserError
 from stack.observe import occurrences, undertrained
 from stack.observe.occurrences import Occurrences
-from stack.text.tokenizer import NO_TEXT, START_OF_TURN, Tokenizer, readable
+from stack.text.display import readable
+from stack.text.tokenizer import NO_TEXT, START_OF_TURN, Tokenizer
 
 NAME = "audit.json"  # in a run's folder
 SHOWN = 100  # rows that a run lists at its end, and that its page shows

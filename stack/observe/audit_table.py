@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stack.observe import undertrained
-from stack.text.tokenizer import quoted
+from stack.text.display import quoted
 
 TOKEN = 20  # columns of a terminal for a token
 TITLES = {

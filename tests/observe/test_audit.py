@@ -33,7 +33,8 @@ from stack.model.huggingface import WEIGHTS
 from stack.observe import audit
 from stack.text import tokenizer
 from stack.text.bpe import fit, hugging_face_settings
-from stack.text.tokenizer import Tokenizer, byte_characters, readable
+from stack.text.display import readable
+from stack.text.tokenizer import Tokenizer, byte_characters
 
 SYLLABLES = [a + b for a in "bdfgklmnprst" for b in ("a", "e", "i", "o", "u", "an", "er", "is")]
 PLANTED = [f"qx{a}w{b}zj" for a in "aeiou" for b in "bdgm"]  # 20 words of the vocabulary and of no text

@@ -22,7 +22,7 @@ from stack.core.errors import UserError
 from stack.model.embedding import INPUT
 from stack.model.huggingface import WEIGHTS
 from stack.observe import audit
-from stack.text.tokenizer import quoted
+from stack.text.display import quoted
 from stack.training import run_folder
 
 COUNTS_OF_TROUBLE = re.compile(r"(skipped|fail|discarded|dropped|non_?finite|retries|bad_)", re.IGNORECASE)
