@@ -72,7 +72,7 @@ class Ranks:
         """``work()`` on rank 0; every rank gets its JSON result, or fails as rank 0 failed.
 
         Raises:
-            UserError: as ``work`` does, on rank 0; on the others :class:`~stack.config.schema.EchoError`.
+            UserError: as ``work`` does, on rank 0; on the others :class:`~stack.core.errors.EchoError`.
             LostError: on the others, where rank 0 failed otherwise.
         """
         if self.world == 1:
@@ -98,7 +98,7 @@ class Ranks:
 
         Raises:
             UserError: what failed first by rank, with the rank and its host where it is not all of them; from rank 0.
-                On the others :class:`~stack.config.schema.EchoError`.
+                On the others :class:`~stack.core.errors.EchoError`.
             LostError: where another rank failed by a fault of ours, which has its traceback there.
         """
         if self.world == 1:
