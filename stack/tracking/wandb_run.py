@@ -42,7 +42,7 @@ class WandbRun:
 
     Args:
         folder: the run's; wandb's files lie below ``folder/wandb``.
-        mode: ``online`` or ``offline``, as :func:`stack.tracking.wandb_mode.choose_mode` gives it; online falls back to offline.
+        mode: ``online`` or ``offline``, as :mod:`stack.tracking.wandb_mode` chooses; online falls back to offline.
         config: the typed configuration.
         resolved: what was fixed from it, with the digests of all that the run is made from.
         offset: bytes of ``metrics.jsonl`` that the run has behind it; its tables of texts begin with what is there.
