@@ -22,7 +22,7 @@ from stack.vocabulary.migrate import migrate
 from stack.vocabulary.tokens import grow_tokenizer
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CHAT = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # Half of a schoolbook, which the model knows by heart, and half of a story, which it cannot know.
 PLAIN = """\
