@@ -22,7 +22,7 @@ def remember(given: Given) -> None:
 
 
 def _as_typed(override: str) -> str:
-    """What a person typed for what Hydra has of a setting: it writes the settings of a sweep's jobs anew."""
+    """What a person typed, for what Hydra has of it: in a sweep Hydra writes the settings of each job anew."""
     key = override.partition("=")[0]
     for read in _given:
         typed = [word for ours, word in read.typed.items() if ours == override or ours.startswith(f"{key}=")]

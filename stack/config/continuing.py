@@ -1,4 +1,4 @@
-"""The settings of a run between two starts: what an older version has not said, what changed, and what must not."""
+"""The settings of a run at its next start: what an older version lacks, what changed, and what must not change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _befores(schema: type, above: str) -> Iterator[tuple[str, Any]]:
 
 
 def complete(values: dict[str, Any], schema: type) -> None:
-    """Gives settings that ``values`` of an older version lack the value by which that version behaved."""
+    """Fills in settings that ``values`` of an older version lack, with the values by which that version behaved."""
     for key, value in befores(schema).items():
         _complete(values, key.split("."), value)
 

@@ -88,7 +88,7 @@ def apart(title: str) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Nothing is imported for it: what is not loaded has left nothing."""
+    """Clears what a job leaves in modules; one that is not loaded has nothing to clear."""
     if (wandb := sys.modules.get("wandb")) is not None:
         wandb.teardown()
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:

@@ -10,7 +10,7 @@ class UserError(ValueError):
 
 
 class EchoError(UserError):
-    """A :class:`UserError` of another rank: rank 0 tells it, and nobody else."""
+    """A :class:`UserError` that rank 0 tells for all; the rank that raises this one keeps silent."""
 
 
 class LostError(Exception):

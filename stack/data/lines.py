@@ -162,7 +162,7 @@ class _Text:
         self._value = json.JSONDecoder().raw_decode
 
     def mark(self) -> str:
-        """The next character that is not white, and the place is there; nothing at the end."""
+        """Moves to the next character that is not white space and returns it; an empty text at the end."""
         while True:
             self.at = _WHITE.match(self._text, self.at).end()
             if self.at < len(self._text) or self._ended:
@@ -170,7 +170,7 @@ class _Text:
             self._grow()
 
     def value(self, number: int) -> Any:
-        """The value of JSON here, and the place is behind it."""
+        """Reads the JSON value that begins here and moves behind it."""
         self.mark()
         while True:
             try:

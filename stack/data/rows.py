@@ -143,7 +143,7 @@ def _hub_rows(hub: Hub, source: Source, of: tuple[File, ...]) -> Iterator[Row]:
 def _table_rows(
     names: Iterable[str], tables: Callable[[list[str] | None], Iterable[pyarrow.Table]], source: Source, place: str
 ) -> Iterator[Row]:
-    """The column of a data set, and of conversations those that may say something.
+    """The rows of a table: the column of the text, of conversations all columns that have a meaning.
 
     ``names`` are its columns where they are known, and ``tables`` gives those that it is asked for, or all. Strings
     come as their bytes, and lists as what arrow holds of them, so that a broken one does not end the reading. Of the

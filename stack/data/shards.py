@@ -166,7 +166,7 @@ def total(shards: list[dict[str, Any]], **only: str) -> dict[str, Any]:
 
 
 def json_of(value: Any) -> bytes:
-    """JSON in the form whose digests name packed folders and tell them apart."""
+    """JSON in the one form that digests of packed folders are taken of."""
     return files.json_bytes(value, indent=1, sort_keys=True)
 
 

@@ -66,7 +66,7 @@ class Known:
     said: str | None  # what a person should know of how its files were found
 
     def check(self) -> None:
-        """:class:`~stack.data.files.Changed` where a file is another one now, so that what was read has no name."""
+        """Raises :class:`~stack.data.files.Changed` where a file is not what it was at the snapshot."""
         hold(self.files)
 
 

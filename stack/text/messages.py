@@ -20,7 +20,7 @@ class Call(TypedDict):
 
 
 class Message(TypedDict):
-    """A message as :func:`check` leaves it: nothing is null and nothing stands in two ways."""
+    """A message in its one form, as :func:`check` returns it: no value is null."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str  # empty only beside tool_calls or tools

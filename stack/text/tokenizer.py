@@ -81,7 +81,7 @@ class Tokenizer:
         return tuple(dict.fromkeys((*own, *self.ends)))
 
     def ending(self, ends: Iterable[int]) -> Tokenizer:
-        """The same with other ``ends``. None counts as reserved: it is sampled, and growth does not rename it."""
+        """The same with other ``ends``. An end is never reserved: it is sampled, and growth does not rename it."""
         ends = tuple(ends)
         return replace(self, ends=ends, reserved=tuple(i for i in self.reserved if i not in ends))
 
