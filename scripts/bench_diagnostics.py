@@ -49,7 +49,7 @@ def begun(folder: str, *more: str) -> tuple[Trainer, Tracker]:
         c = typed(compose("train", overrides=["checkpoint.every=0", *sys.argv[1:], f"runs_dir={folder}", *more]))
     assert isinstance(c, Config)
     tokenizer, packed = prepare_data(c, ALONE, Display(True).show)
-    own, made = job.Job(c, "cpu", ALONE, Display(False), FRESH), train.learnt_from(c, tokenizer, packed)
+    own, made = job.Job(c, "cpu", ALONE, Display(False), FRESH), train.materials_of(c, tokenizer, packed)
     own.folder.mkdir(parents=True)
     start = job.begin(own, made)
     tracker = own.tracker(start, c.track.mode)

@@ -43,7 +43,7 @@ def run(config: FineTune) -> int:
             own.ranks.on_main(lambda: fine_tuning.graft(config, base, growth, parts, show))
             own.start = job.resume_point(config, own.ranks, own.display)
         manifest = own.ranks.on_all(lambda: read_manifest(Path(str(own.start.checkpoint))), SHARED)
-        made = fine_tuning.learnt_from(config, parts, manifest.identity)
+        made = fine_tuning.materials_of(config, parts, manifest.identity)
         return own.train(made, mode, _questions(config, own, parts, kept=kept))
 
 

@@ -20,11 +20,11 @@ def run(config: Config) -> int:
         mode = own.choose_mode()
         tokenizer, packed = prepare_data(config, own.ranks, own.display.show, own.start)
         own.check_memory(config.model, tokenizer.vocab_size)
-        return own.train(learnt_from(config, tokenizer, packed, own.start), mode)
+        return own.train(materials_of(config, tokenizer, packed, own.start), mode)
 
 
-def learnt_from(config: Config, tokenizer: Tokenizer, packed: Packed, start: ResumePoint = FRESH) -> Materials:
-    """What pretraining learns from."""
+def materials_of(config: Config, tokenizer: Tokenizer, packed: Packed, start: ResumePoint = FRESH) -> Materials:
+    """The materials of pretraining."""
     identity = identity_of(config, tokenizer, packed) | {"branch": start.branch}
     num_bytes = {name: source["validation"]["bytes"] for name, source in packed.manifest["sources"].items()}
     return materials(config, config.model, tokenizer, packed, identity, num_bytes=num_bytes)

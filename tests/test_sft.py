@@ -128,7 +128,7 @@ def test_only_assistants_are_learnt(root: Path) -> None:
     base = load_base(c.base, c.runs_dir)
     parts, _ = fine_tuning.from_base(c, base, ALONE, print)
     words, packed = parts.tokenizer, parts.packed
-    train = fine_tuning.learnt_from(c, parts, {}).train
+    train = fine_tuning.materials_of(c, parts, {}).train
     batch = train.batch(range(train.num_windows))
     learnt = words.decode(batch.targets[batch.targets != IGNORED].tolist())
     talks = [json.loads(line)["messages"] for line in (root / "talk.jsonl").read_text().splitlines()]
@@ -209,7 +209,7 @@ def test_fresh_moments_replay_and_another_optimizer(root: Path) -> None:
     c = configure(root, "sft.replay=0.34")
     base = load_base(c.base, c.runs_dir)
     parts, _ = fine_tuning.from_base(c, base, ALONE, print)
-    train = fine_tuning.learnt_from(c, parts, {}).train
+    train = fine_tuning.materials_of(c, parts, {}).train
     of_text = [int((train.windows_of(s) >= train.first.num_windows).sum()) for s in range(50)]
     assert sum(of_text) == int(150 * 0.34) and set(of_text) == {1, 2}
     job = tiny.sft(root, "name=other", "optim=adamw", log="other.log")

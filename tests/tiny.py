@@ -117,7 +117,7 @@ class Bench:
         self.config, self.ranks, self.display = c, ranks or Ranks(), Display(False)
         if made is None:
             tokenizer, packed = prepare_data(c, self.ranks, self.display.show)
-            made = entry.learnt_from(c, tokenizer, packed)
+            made = entry.materials_of(c, tokenizer, packed)
         self.made, self.train = made, made.train
         self.job = job.Job(c, machine.choose_device(c.device), self.ranks, self.display, FRESH)
         self.folder = self.job.folder

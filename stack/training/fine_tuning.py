@@ -204,8 +204,8 @@ def _pack(config: FineTune, tokenizer: Tokenizer, show: Callable[[str], None]) -
     return pack(config.chat, tokenizer, Path(config.data_dir), show, window=config.train.window).folder
 
 
-def learnt_from(config: FineTune, parts: Parts, named: dict[str, Any]) -> Materials:
-    """What a run learns from; ``named`` is what its grown base names of its making, growth too."""
+def materials_of(config: FineTune, parts: Parts, named: dict[str, Any]) -> Materials:
+    """The materials of a run; ``named`` is what its grown base names of its making, growth too."""
     return materials(
         config,
         parts.model,
