@@ -136,7 +136,15 @@ def test_a_stopped_answer_is_remembered_as_far_as_it_was_shown(base, model) -> N
     assert whole.startswith("".join(shown)) and len(whole) > len("".join(shown))
 
 
-def test_ctrl_c_within_a_piece_waits_for_its_end(base, model) -> None:
+@pytest.fixture
+def heard():
+    """Ctrl-C is heard, though a shell's background job inherits that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_within_a_piece_waits_for_its_end(base, model, heard) -> None:
     """What was shown is what is remembered, wherever the signal comes."""
     shown: list[str] = []
     t = talk(base, model, tokens=40)
