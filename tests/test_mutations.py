@@ -123,8 +123,8 @@ MUTANTS = [
     ),
     Mutant(
         "4", "a look that leaves a trace", "stack/observe/table.py",
-        "return into, self.table.weight.grad - into",
-        "return into, self.table.weight.grad.sub_(into)",
+        "return into, self.weight.grad - into",
+        "return into, self.weight.grad.sub_(into)",
         (ROWS,),
     ),
     Mutant(

@@ -21,8 +21,8 @@ from stack.config import schema as config
 from stack.core.errors import UserError, some
 from stack.core.files import read_json
 from stack.model.decoder import Decoder, Trunk
-from stack.model.embedding import INPUT, OUTPUT, row_parameters_of
-from stack.model.huggingface import CONFIG, check_kind, model_of, own_head, untie
+from stack.model.embedding import NAMES, row_parameters_of
+from stack.model.huggingface import CONFIG, check_kind, check_rows, model_of, tables_of, untie
 from stack.text import tokenizer as text
 from stack.text.tokenizer import FILES, Tokenizer
 
@@ -94,16 +94,10 @@ def load_tables(where: str, runs_dir: str, show: Callable[[str], Any] = print) -
     check_kind(settings, folder)
     if manifest is not None:
         _check_vocabulary(folder, tokenizer, manifest)
-    weights = read_weights(folder, (INPUT, OUTPUT))
-    head = own_head(settings, weights, folder)
-    _check_rows(folder, settings, weights[INPUT])
-    _check_tokens(folder, tokenizer, len(weights[INPUT]))
-    if head is not None and head.shape != weights[INPUT].shape:
-        raise UserError(
-            f"{folder}: {OUTPUT} is {list(head.shape)} and {INPUT} {list(weights[INPUT].shape)}; "
-            "the files do not belong together: restore them"
-        )
-    return Tables(folder, tokenizer, weights[INPUT], head, manifest)
+    table, head = tables_of(settings, read_weights(folder, NAMES), folder)
+    check_rows(settings, table, head, folder)
+    _check_tokens(folder, tokenizer, len(table))
+    return Tables(folder, tokenizer, table, head, manifest)
 
 
 def has_template(folder: Path) -> bool:
@@ -175,19 +169,12 @@ def _check_tokens(folder: Path, tokenizer: Tokenizer, rows: int) -> None:
         )
 
 
-def _check_rows(folder: Path, settings: dict[str, Any], table: Tensor) -> None:
-    if len(table) != settings.get("vocab_size"):
-        raise UserError(
-            f"{folder}: {CONFIG} says vocab_size={settings.get('vocab_size')}, but {INPUT} has {len(table)} rows; "
-            "the files do not belong together: restore them"
-        )
-
-
 def _check_weights(folder: Path, model: config.Model, settings: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """UserError unless the tensors are exactly the parameters of the model that ``config.json`` describes."""
-    _check_rows(folder, settings, weights[INPUT])
+    table = row_parameters_of(weights)[0].tensor
+    check_rows(settings, table, None, folder)
     with torch.device("meta"):
-        trunk = Trunk(model, len(weights[INPUT]))
+        trunk = Trunk(model, len(table))
     try:
         check_fit({f"model.{name}": t.shape for name, t in trunk.state_dict().items()}, weights)
     except UserError as error:

@@ -71,7 +71,7 @@ def stream(
     model: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], *, tokens: int, sampling: Sampling = GREEDY
 ) -> Iterator[str]:
     """The text of one answer as it comes, without the stop; see :func:`generate` and :func:`pieces`."""
-    rows = len(model.table.weight)  # a table that is not ours may have more than the vocabulary has tokens
+    rows = model.table.num_rows  # a table that is not ours may have more than the vocabulary has tokens
     banned = (*tokenizer.unsampled, *range(tokenizer.vocab_size, rows))
     steps = _steps(model, [prompt], tokens, tokenizer.stops, banned, sampling)
     return pieces(tokenizer, (token for ((_, token),) in steps if token not in tokenizer.stops))
@@ -110,7 +110,7 @@ def _steps(
             raise UserError(f"prompt {number} has {len(prompt)} tokens; the model takes 1 to {context - 1}")
     if not prompts or tokens == 0:
         return
-    device = model.table.weight.device
+    device = model.table.device
     ends, forbidden = (
         torch.tensor(list(ids), dtype=torch.int64, device=device) for ids in (stops, {*banned} - {*stops})
     )

@@ -64,7 +64,7 @@ class ChatSession:
 
         UserError, and nothing is forgotten: the message is too long for the context.
         """
-        c, device = self.config, self.model.table.weight.device.type
+        c, device = self.config, self.model.table.device.type
         prompt, dtype = self._prompt(text), choose_precision(c.precision, device)
         drawing = Sampling(c.temperature, c.top_k, c.top_p, c.seed)
         reply = Message(role="assistant", content="")

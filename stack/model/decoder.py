@@ -152,7 +152,7 @@ class Decoder(nn.Module):
         """An empty cache for ``size`` sequences of up to ``length`` tokens."""
         c = self.config
         shape = (size, length, c.kv_heads, c.head_dim)
-        device = self.table.weight.device
+        device = self.table.device
 
         def empty() -> list[Tensor]:
             return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(c.layers)]

@@ -7,7 +7,7 @@ What has a row for each id is known here alone. Optimizers, growth, checkpoints,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from stack.model.loss import Implementation, linear_cross_entropy
 
-INPUT, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names of the two uses
+INPUT, OUTPUT = NAMES = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names of the two uses
 ALIASES = {OUTPUT: INPUT}  # names that stand for a tensor stored under another one
+Role = Literal["input", "output", "both"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,17 @@ class RowParameter:
 
     name: str  # in a checkpoint
     tensor: Tensor  # [rows, d]
-    role: Literal["input", "output", "both"]
+    role: Role
+
+
+def row_names(names: Container[str]) -> dict[str, Role]:
+    """Which names of a checkpoint's tensors have a row for each id, and what for."""
+    return {INPUT: "input", OUTPUT: "output"} if OUTPUT in names else {INPUT: "both"}
 
 
 def row_parameters_of(weights: Mapping[str, Tensor]) -> list[RowParameter]:
     """What has a row for each id among weights by name, as a checkpoint has them."""
-    if OUTPUT in weights:
-        return [RowParameter(INPUT, weights[INPUT], "input"), RowParameter(OUTPUT, weights[OUTPUT], "output")]
-    return [RowParameter(INPUT, weights[INPUT], "both")]
+    return [RowParameter(name, weights[name], role) for name, role in row_names(weights).items()]
 
 
 class TableObserver(Protocol):

@@ -181,7 +181,7 @@ def _positive(value: Any) -> bool:
 
 def untie(settings: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
     """The weights with the table once, if what ``config.json`` says of the head and what is stored agree."""
-    if own_head(settings, weights, folder) is not None:
+    if tables_of(settings, weights, folder)[1] is not None:
         raise UserError(
             f"{folder}: the head ({OUTPUT}) is a table of its own, and this program has models with one table only; "
             "take a checkpoint with tie_word_embeddings=true"
@@ -189,8 +189,8 @@ def untie(settings: dict[str, Any], weights: dict[str, Tensor], folder: Path) ->
     return {name: tensor for name, tensor in weights.items() if name != OUTPUT}
 
 
-def own_head(settings: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> Tensor | None:
-    """The head where it is another table than the embedding, None where it is the same.
+def tables_of(settings: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> tuple[Tensor, Tensor | None]:
+    """The embedding, and the head where it is another table; None where it is the same.
 
     UserError where what ``config.json`` says of it and what is stored contradict each other.
     """
@@ -209,4 +209,14 @@ def own_head(settings: dict[str, Any], weights: dict[str, Tensor], folder: Path)
             f"{folder}: {CONFIG} says tie_word_embeddings=false, but {WEIGHTS} holds no {OUTPUT}; "
             "set it to true if the head is the table, or take a checkpoint that is whole"
         )
-    return None if tied or same else head
+    return table, None if tied or same else head
+
+
+def check_rows(settings: dict[str, Any], table: Tensor, head: Tensor | None, folder: Path) -> None:
+    """UserError unless the tables have the shape that ``config.json`` and each other say."""
+    mend = "the files do not belong together: restore them"
+    if len(table) != settings.get("vocab_size"):
+        rows = settings.get("vocab_size")
+        raise UserError(f"{folder}: {CONFIG} says vocab_size={rows}, but {INPUT} has {len(table)} rows; {mend}")
+    if head is not None and head.shape != table.shape:
+        raise UserError(f"{folder}: {OUTPUT} is {list(head.shape)} and {INPUT} {list(table.shape)}; {mend}")

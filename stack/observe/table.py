@@ -79,22 +79,21 @@ class TableSnapshots(Hook):
     ):
         self.table, self.optimizers, self.classes, self.ranks = table, optimizers, classes, ranks
         self.every, self.steps = every, steps
-        (self.parameter,) = table.row_parameters()  # whose gradient is the sum of both paths
-        self.name = self.parameter.name
+        (rows,) = table.row_parameters()  # one alone, so its gradient is the sum of both paths
+        self.name, self.weight = rows.name, rows.tensor
         self.due = False  # at the step in hand
         self._per_row: dict[str, Tensor] = {}  # [V], of the step in hand
-        self._seen = torch.zeros(len(table.weight), dtype=torch.bool)  # inputs of this rank so far
+        self._seen = torch.zeros(table.num_rows, dtype=torch.bool)  # inputs of this rank so far
 
     # --------------------------------------------------------------------------------------------- in a step
 
     def before_step(self, step: int) -> None:
         """Observes the table from here on, where a snapshot is due at ``step`` (0 … steps - 1)."""
-        weight = self.table.weight
         self.due = bool(self.every) and ((step + 1) % self.every == 0 or step + 1 == self.steps)
         self._per_row = {}
         if self.due:
-            self._input = torch.zeros_like(weight)
-            self._mass = torch.zeros(len(weight) + 1, device=weight.device)  # the last one: positions
+            self._input = torch.zeros_like(self.weight)
+            self._mass = torch.zeros(self.table.num_rows + 1, device=self.table.device)  # the last one: positions
             self.table.observer = self
 
     def embedded(self, ids: Tensor, rows: Tensor) -> None:
@@ -119,7 +118,7 @@ class TableSnapshots(Hook):
         """
         into = self.ranks.add(self._input)
         into /= self.ranks.world  # as DDP averages
-        return into, self.table.weight.grad - into
+        return into, self.weight.grad - into
 
     @torch.no_grad()
     def after_backward(self) -> None:
@@ -130,7 +129,7 @@ class TableSnapshots(Hook):
         into, out = self.gradient_paths()
         self._per_row |= {"grad_input": into.norm(dim=1), "grad_output": out.norm(dim=1)}
         self._mass = self.ranks.add(self._mass)
-        self._input = into.copy_(self.table.weight)  # the table before; one buffer is enough
+        self._input = into.copy_(self.weight)  # the table before; one buffer is enough
 
     @torch.no_grad()
     def after_step(self, moment: Moment) -> dict[str, Any]:
@@ -144,7 +143,7 @@ class TableSnapshots(Hook):
         """What is known after the update, where a snapshot is due."""
         if self.due:
             before = self._input.norm(dim=1)
-            self._per_row["update_ratio"] = self._input.sub_(self.table.weight).norm(dim=1) / before
+            self._per_row["update_ratio"] = self._input.sub_(self.weight).norm(dim=1) / before
 
     # ---------------------------------------------------------------------------------------------- the inputs
 
@@ -161,7 +160,7 @@ class TableSnapshots(Hook):
         return {"seen": np.packbits(self._seen.numpy()).tobytes().hex()}
 
     def _gather_seen(self) -> None:
-        self._seen = self.ranks.add(self._seen.to(self.table.weight.device, torch.int32)).cpu() > 0
+        self._seen = self.ranks.add(self._seen.to(self.table.device, torch.int32)).cpu() > 0
 
     def load(self, values: dict[str, Any]) -> None:
         """Takes what :meth:`state` gave; of a checkpoint without it, no row was an input so far."""
@@ -184,7 +183,7 @@ class TableSnapshots(Hook):
         self._gather_seen()
         if not self.ranks.main:
             return {}
-        weight, moments = self.table.weight.detach(), self.optimizers.moments()
+        weight, moments = self.weight.detach(), self.optimizers.moments()
         mean = weight.mean(0)
         centred = torch.sub(weight, mean, out=self._input)
         per_row = {"norm": weight.norm(dim=1), "distance": centred.norm(dim=1), **self._per_row}
@@ -211,7 +210,7 @@ class TableSnapshots(Hook):
 
     def _groups(self) -> dict[str, np.ndarray]:
         """All rows, and those of every class that has any: the suffix of a key, and which rows, bool [V]."""
-        whole = {"": np.ones(len(self.table.weight), dtype=bool)}
+        whole = {"": np.ones(self.table.num_rows, dtype=bool)}
         if self.classes is None:
             return whole
         return whole | {f"_{name}": m for i, name in enumerate(CLASSES) if (m := self.classes == i).any()}

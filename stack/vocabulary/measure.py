@@ -29,7 +29,7 @@ def measure(growth: Growth, old: Decoder, new: Decoder, texts: Iterable[Sequence
         ``kl``, the mean over positions of KL(old || new) in nats; ``bound`` of it for linear logits; ``mass``, the mean
         probability of the initialized rows; ``positions``.
     """
-    device = old.table.weight.device
+    device = old.table.device
     live = torch.tensor(growth.live, device=device)
     both = torch.cat((live, torch.tensor(growth.initialized, dtype=torch.int64, device=device)))
     kl, mass, positions = 0.0, 0.0, 0

@@ -19,7 +19,7 @@ import numpy as np
 from stack import checkpoint
 from stack.checkpoint import Manifest
 from stack.core.errors import UserError
-from stack.model.embedding import INPUT
+from stack.model.embedding import row_names
 from stack.model.huggingface import WEIGHTS
 from stack.observe import audit
 from stack.text.display import quoted
@@ -110,7 +110,7 @@ class Record:
         with open(self.folder / "checkpoints" / self.newest[0] / WEIGHTS, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         shapes = {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-        return sum(shapes.values()), shapes[INPUT]
+        return sum(shapes.values()), sum(shapes[name] for name in row_names(shapes))
 
 
 def number_of(value: Any) -> float | None:
